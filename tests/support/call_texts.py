@@ -1,4 +1,4 @@
-"""Random answers with tool calls, together with the content and the calls in them, made without the parser."""
+"""Random answers with tool calls, together with their content and calls, made without the parser."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ FRAGMENTS = (
 
 @dataclass
 class Answer:
-    """An answer and its parts.
+    """An answer with content and calls.
 
     Attributes:
         calls: name and arguments, parsed.
@@ -68,7 +68,7 @@ class Answer:
 
 
 def random_json(dice: random.Random, depth: int = 3) -> Any:
-    """A JSON value with brackets, quotes, tags and escapes inside its strings."""
+    """A JSON value with brackets, quotes, tags and escapes inside of strings."""
     kind = dice.randrange(6 if depth else 4)
     if kind == 0:
         return dice.choice([None, True, False, 0, -17, 2.5e-3])
@@ -84,7 +84,7 @@ def random_object(dice: random.Random, depth: int = 2) -> dict[str, Any]:
 
 
 def call_object(dice: random.Random, form: CallFormat) -> tuple[str, tuple[str, Any]]:
-    """The JSON text of a call in one of the spellings of models, with name and arguments."""
+    """The JSON text of a call in a spelling of real models, with name and arguments."""
     name, arguments = dice.choice(NAMES), random_object(dice)
     spaced = dice.choice([None, (",", ":"), (" ,\n ", " : ")])
     written = json.dumps(arguments, ensure_ascii=dice.random() < 0.5, separators=spaced)
@@ -101,7 +101,7 @@ def call_object(dice: random.Random, form: CallFormat) -> tuple[str, tuple[str, 
 
 
 def random_text(dice: random.Random, form: CallFormat) -> str:
-    """Text without a call: no opening tag, and nothing that could begin a bare call."""
+    """Text without a call: no opening tag, and no beginning of a bare call."""
     text = "".join(dice.choices(WORDS, k=dice.randrange(6)))
     if form.open:
         return text.replace(form.open, "")
@@ -109,7 +109,7 @@ def random_text(dice: random.Random, form: CallFormat) -> str:
 
 
 def random_answer(dice: random.Random, form: CallFormat) -> Answer:
-    """Text and calls of ``form`` in turn; a bare format has its calls first."""
+    """Text and calls of ``form`` in turn; a bare format has all calls first."""
     answer = Answer()
     return _tagged(dice, form, answer) if form.open else _bare(dice, form, answer)
 

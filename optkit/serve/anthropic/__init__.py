@@ -1,1 +1,1 @@
-"""Anthropic's Messages endpoint: its requests as chat requests, and its answers."""
+"""Anthropic's Messages endpoint: requests as chat requests, and the writer of answers."""

@@ -1,4 +1,4 @@
-"""Answers of ``/v1/messages``: a message of content blocks, or its events.
+"""Answers of ``/v1/messages``: a message of content blocks, whole or as events.
 
 A block begins where the kind of text changes: reasoning is ``thinking``, a call is ``tool_use``, all else ``text``.
 As in OpenAI's streams no event is sent before the first token.
@@ -134,7 +134,7 @@ def block(part: Part) -> dict[str, Any]:
 
 
 def arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call; text that is no JSON object is wrapped in one."""
+    """The arguments of a call; any text but a JSON object is wrapped in an object."""
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):

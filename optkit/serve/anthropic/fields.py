@@ -173,7 +173,7 @@ Choice = Annotated[
 
 
 class Thinking(BaseModel):
-    """Reasoning switched on or off, for templates that can; ``budget_tokens`` is no bound of its own here."""
+    """Reasoning on or off, in templates with such a switch; ``budget_tokens`` is no separate bound here."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 

@@ -1,7 +1,7 @@
 """Requests of ``/v1/messages`` and ``/v1/messages/count_tokens``: checked, then turned into chat requests.
 
-Fields of Anthropic that change no answer of this server (``HARMLESS``) are accepted; fields that ask for something the
-server does not have are 400; unknown fields are accepted with a line in the log.
+Fields of Anthropic without influence on an answer here (``HARMLESS``) are accepted; fields for features without an
+implementation are 400; unknown fields are accepted with a line in the log.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class CountTokensRequest(BaseModel):
     output_config: OutputConfig | None = None
 
     def chat_fields(self) -> dict[str, Any]:
-        """The fields of the chat request that are given.
+        """The given fields, as fields of a chat request.
 
         Raises:
             ApiError: 400, a content block without a meaning here.
@@ -131,7 +131,7 @@ def parse_messages(body: bytes) -> ChatRequest:
     """The body of ``/v1/messages`` as a chat request.
 
     Raises:
-        ApiError: 400; for a wrong field, with its name at Anthropic.
+        ApiError: 400; for a wrong field, with the name at Anthropic.
     """
     return _parse(MessagesRequest, body)
 
@@ -140,7 +140,7 @@ def parse_count(body: bytes) -> ChatRequest:
     """The body of ``/v1/messages/count_tokens`` as a chat request.
 
     Raises:
-        ApiError: 400; for a wrong field, with its name at Anthropic.
+        ApiError: 400; for a wrong field, with the name at Anthropic.
     """
     return _parse(CountTokensRequest, body)
 

@@ -18,7 +18,7 @@ from optkit.serve.openai.logprobs import LogprobFormat
 
 @dataclass(frozen=True)
 class ResponseHead:
-    """The values that all events of an answer share.
+    """The values in all events of an answer.
 
     Attributes:
         fingerprint: changes with the model and the version of optkit.
@@ -76,7 +76,7 @@ class AnswerWriter(Protocol):
         ...
 
     def failed(self, error: ApiError) -> bytes:
-        """The events for an error inside a stream, up to its end."""
+        """The events for an error inside a stream, up to the end."""
         ...
 
     def whole(self, answers: list[Delta]) -> bytes:
@@ -138,6 +138,6 @@ def usage(
 
 
 def cached_tokens(firsts: Sequence[FirstToken | None], n: int = 1) -> int | None:
-    """Prompt tokens found in the prefix cache; None where the engine did not report them."""
+    """Prompt tokens found in the prefix cache; None without a report of the engine."""
     found = [first.cached_tokens for first in firsts[::n] if first]
     return sum(found) if found else None

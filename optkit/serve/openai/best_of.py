@@ -8,7 +8,7 @@ from optkit.serve.openai.generation import Delta
 
 
 def best(answers: Sequence[Delta], generated: int, kept: int) -> list[Delta]:
-    """The ``kept`` likeliest of each ``generated`` answers that follow each other, likeliest first, with new indices.
+    """The ``kept`` likeliest of each ``generated`` neighbours, likeliest first, with new indices.
 
     Args:
         answers: of all prompts, with logprobs.

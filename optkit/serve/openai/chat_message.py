@@ -15,7 +15,7 @@ def finish_reason(delta: Delta, names_tool: bool) -> str | None:
     """The reason in OpenAI's words.
 
     Args:
-        names_tool: the request names the tool to call; such an answer ends with "stop", as at OpenAI.
+        names_tool: the request names the tool to call; the answer then ends with "stop", as at OpenAI.
     """
     if delta.finish_reason is FinishReason.STOP and delta.num_calls and not names_tool:
         return TOOL_CALLS
@@ -23,7 +23,7 @@ def finish_reason(delta: Delta, names_tool: bool) -> str | None:
 
 
 def message_delta(delta: Delta, is_first: bool) -> dict[str, object]:
-    """The ``delta`` of a chunk, of a message with parts; an entry for each call that goes on."""
+    """The ``delta`` of a chunk, of a message with parts; an entry for each call in the chunk."""
     found: dict[str, object] = {"role": "assistant", "content": None} if is_first else {}
     if delta.text:
         found["content"] = delta.text

@@ -50,7 +50,7 @@ def template_variables(request: ChatRequest) -> dict[str, Any]:
 
 
 def _with_names(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``messages``, the results of tools with the name of the tool; some templates show it."""
+    """``messages``, the results of tools with the name of the tool, for templates with a place for the name."""
     names: dict[str, str] = {}
     for message in messages:
         names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}

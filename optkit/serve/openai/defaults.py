@@ -1,7 +1,7 @@
-"""Sampling defaults of a model: what its ``generation_config.json`` recommends, for requests that leave a field out.
+"""Sampling defaults of a model: the recommendations of ``generation_config.json``, for fields absent in a request.
 
-Model authors publish the settings that their model was tuned for. As in vLLM, the server takes over the fields below; a
-request's own fields come first, and ``--generation-config none`` keeps OpenAI's defaults.
+Model authors publish their settings in this file. As in vLLM, the server takes over the fields below; a request's own
+fields come first, and ``--generation-config none`` keeps OpenAI's defaults.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_BYTES = 1 << 20
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
-    """Values for fields that a request leaves out; None is OpenAI's default. The bounds are those of requests."""
+    """Values for absent fields of a request; None is OpenAI's default. The bounds are the same as for requests."""
 
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None

@@ -1,8 +1,8 @@
-"""Fill in the middle: ``prompt`` and ``suffix`` as one prompt, for models that were trained on it.
+"""Fill in the middle: ``prompt`` and ``suffix`` as a single prompt, for models with special tokens for the task.
 
 The model reads the texts before and after a gap between special tokens and then writes the gap: prefix token, prompt,
-suffix token, suffix, middle token (Bavarian et al. 2022). The names of the tokens differ; a vocabulary without such
-tokens means a model without the skill.
+suffix token, suffix, middle token (Bavarian et al. 2022). The names of the tokens differ; a vocabulary without any of
+these names means a model without the skill.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Delta(NamedTuple):
         logprobs: of the tokens since the last delta, when asked for.
         first: in the first delta.
         token_ids: generated since the last delta.
-        parts: the text in parts, of a message with tools or reasoning; ``text`` is the content alone.
+        parts: the text in parts, of a message with tools or reasoning; ``text`` is then the content.
         num_calls, num_reasoning: tool calls, and tokens of the reasoning, so far.
         stop: the stop string at the end of the text.
     """
@@ -190,7 +190,7 @@ class ChoiceStream:
     def _message(
         self, parser: MessageParser, output: TokenOutput, num_tokens: int
     ) -> tuple[list[Part], FinishReason | None]:
-        """The parts of ``output``; tokens of the reasoning are counted one by one."""
+        """The parts of ``output``; tokens of the reasoning are counted singly."""
         parts: list[Part] = []
         piece, finish = "", None
         for single, count in _singles(output, num_tokens) if parser.may_reason else [(output, num_tokens)]:

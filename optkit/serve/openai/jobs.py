@@ -31,10 +31,10 @@ class Prompt(NamedTuple):
     """A prompt, ready for the engine.
 
     Attributes:
-        text: for an answer that begins with the prompt.
-        new_parser: makes the parser of an answer; None for answers that are plain text.
+        text: for an answer with the prompt in front.
+        new_parser: makes the parser of an answer; None for plain text.
         constraint: on the answer.
-        bad_words: token ids of words that the answer must not have.
+        bad_words: token ids of forbidden words.
     """
 
     ids: tuple[int, ...]
@@ -89,7 +89,7 @@ def choice_jobs(
         first: index of the first choice.
         max_tokens: tokens to generate; 0 scores the prompt only.
         eos_ids: end-of-sequence tokens of the model.
-        defaults: for fields that the request leaves out.
+        defaults: for absent fields of the request.
     """
     n, is_chat = request.num_choices, isinstance(request, ChatRequest)
     for j in range(n):

@@ -36,9 +36,9 @@ class PromptReader:
     Args:
         tokenizer: of the served model.
         max_model_len: tokens of prompt and answer together.
-        constraints: checks those of requests.
+        constraints: checks the constraints of requests.
         chat: the forms of tools and reasoning.
-        defaults: for fields that requests leave out.
+        defaults: for absent fields of requests.
     """
 
     def __init__(

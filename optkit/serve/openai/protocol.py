@@ -133,7 +133,7 @@ class GenerationRequest(BaseModel):
 
     @property
     def num_choices(self) -> int:
-        """Answers that are generated for each prompt."""
+        """Generated answers of each prompt."""
         return self.best_of or self.num_returned
 
     @property
@@ -173,12 +173,12 @@ class GenerationRequest(BaseModel):
         constraint: Constraint | None = None,
         bad_words: tuple[tuple[int, ...], ...] = (),
     ) -> SamplingParams:
-        """The sampling parameters of one of the choices; end-of-sequence ids are stop ids.
+        """The sampling parameters of a choice; end-of-sequence ids are stop ids.
 
         Args:
-            defaults: for fields that the request leaves out.
+            defaults: for absent fields of the request.
             constraint: on the text.
-            bad_words: token ids of words that the text must not have.
+            bad_words: token ids of forbidden words.
         """
         return SamplingParams(
             max_tokens=max_tokens,
@@ -205,7 +205,7 @@ Number = TypeVar("Number", int, float)
 
 
 def first_given(*values: Number | None) -> Number:
-    """The first of ``values`` that is not None; the last one never is."""
+    """The first of ``values`` besides None; the last is never None."""
     return next(value for value in values if value is not None)
 
 

@@ -1,4 +1,4 @@
-"""Request fields with tools: definitions, the choice among them, and calls in the conversation."""
+"""Request fields with tools: definitions, the choice of tools, and calls in the conversation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ArgumentsSchema = Annotated[
 
 
 class Function(BaseModel):
-    """A function that the model may call."""
+    """A function for the model to call."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -118,7 +118,7 @@ class CalledFunction(BaseModel):
 
     @property
     def parsed_arguments(self) -> Any:
-        """The arguments as templates expect them, an object; what is no JSON object stays text.
+        """The arguments as an object, for templates; text without a JSON object stays text.
 
         A model may have written malformed arguments in an earlier turn, and the conversation must be able to go on.
         """

@@ -1,1 +1,1 @@
-"""OpenAI's Responses endpoint, without a memory: its requests as chat requests, and its answers."""
+"""OpenAI's Responses endpoint, without storage: requests as chat requests, and the writer of answers."""

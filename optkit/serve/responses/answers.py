@@ -1,8 +1,8 @@
-"""Answers of ``/v1/responses``: a response with output items, or its events.
+"""Answers of ``/v1/responses``: a response with output items, whole or as events.
 
 An item begins where the kind of text changes: reasoning, message, function call. Items are built from the events' own
-pieces, so that the response at the end of a stream is the sum of its events. As in the chat endpoint no event is sent
-before the first token.
+pieces: the response at the end of a stream is the sum of the events. As in the chat endpoint no event is sent before
+the first token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Item = dict[str, Any]
 
 @dataclass(frozen=True)
 class ResponsesEndpoint:
-    """The words of ``/v1/responses``; an answer repeats most fields of its request."""
+    """The words of ``/v1/responses``; an answer repeats most fields of the request."""
 
     request: ResponsesRequest
     defaults: SamplingDefaults
@@ -74,7 +74,7 @@ class ResponseWriter:
         return b"".join(events)
 
     def failed(self, error: ApiError) -> bytes:
-        """The end of a stream that failed."""
+        """The end of a failed stream."""
         told = {"code": error.code or "server_error", "message": error.message}
         return self._event("response.failed", response=self._response("failed") | {"error": told})
 
@@ -95,7 +95,7 @@ class ResponseWriter:
         yield self._event("response.in_progress", response=response)
 
     def _grow(self, delta: Delta) -> Iterator[bytes]:
-        """Add the parts of ``delta`` to the output; the logprobs of its tokens stand in its first piece of text."""
+        """Add the parts of ``delta`` to the output; the first piece of content has the logprobs of all tokens."""
         form = self._parts.formats[0]
         logprobs = form.write(delta.logprobs)["content"] if form and delta.logprobs else []
         for part in parts_of(delta):
@@ -130,7 +130,7 @@ class ResponseWriter:
         yield self._event(f"response.{name}.delta", **self._place(0), delta=part.text, **more)
 
     def _close(self) -> Iterator[bytes]:
-        """End the open item; the last one of a cut answer is incomplete."""
+        """End the open item; the last item of a cut answer is incomplete."""
         if self._kind is None:
             return
         (kind, _), item, self._kind = self._kind, self._output[-1], None
@@ -188,7 +188,7 @@ def _status(delta: Delta | None) -> str:
 
 
 def _new_item(part: Part) -> Item:
-    """The item that ``part`` begins, without text."""
+    """The item of ``part``, without text."""
     if part.kind == "call":
         item = {"id": _name("fc_"), "type": "function_call", "call_id": part.call_id, "name": part.name}
         return item | {"arguments": "", "status": "in_progress"}
@@ -211,7 +211,7 @@ def _name(prefix: str) -> str:
 
 
 def _fixed(head: ResponseHead, request: ResponsesRequest, defaults: SamplingDefaults) -> Item:
-    """The fields of a response that do not depend on the answer."""
+    """The fields of a response without influence of the answer."""
     sent = request.model_dump(mode="json", by_alias=True, exclude_none=True)
     return {
         "id": head.reply_id,

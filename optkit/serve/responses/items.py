@@ -1,7 +1,7 @@
 """Input items of Responses requests as messages of a chat request.
 
-An item is a message, a tool call, a call's result, or reasoning. Calls that follow a message of the assistant belong to
-that message, and reasoning to the message or call behind it.
+An item is a message, a tool call, a call's result, or reasoning. Calls behind a message of the assistant belong to the
+message, and reasoning belongs to the next message or call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def messages_of(items: str | Sequence[Item]) -> list[Item]:
     """The messages of a chat request.
 
     Raises:
-        ValueError: an item that has no meaning here; the message begins with its place.
+        ValueError: an item without a meaning here; the message begins with the place.
     """
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
@@ -33,7 +33,7 @@ def messages_of(items: str | Sequence[Item]) -> list[Item]:
 
 
 class _Reader:
-    """Messages so far, and the reasoning of the next one."""
+    """Messages so far, and the reasoning of the next message."""
 
     def __init__(self) -> None:
         self.messages: list[Item] = []
@@ -84,10 +84,10 @@ class _Reader:
 
 
 def string(item: Item, name: str) -> str:
-    """A field that has to be text.
+    """A field with text.
 
     Raises:
-        ValueError: another type, or no such field.
+        ValueError: another type, or the field is absent.
     """
     value = item.get(name)
     if not isinstance(value, str):

@@ -72,7 +72,7 @@ Items = Annotated[
 
 
 class FlatFunction(BaseModel):
-    """A tool; here its fields have no object of their own."""
+    """A tool, with all fields on a single level."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -137,7 +137,7 @@ class TextOptions(BaseModel):
 
 
 class ReasoningOptions(BaseModel):
-    """Effort of reasoning; a summary is not made, the reasoning itself is in the answer."""
+    """Effort of reasoning; the answer has the whole reasoning, and no summary."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -209,10 +209,10 @@ def _response_format(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_responses(body: bytes) -> tuple[ResponsesRequest, ChatRequest]:
-    """The request in ``body``, and the chat request with its meaning.
+    """The request in ``body``, and the chat request of the same meaning.
 
     Raises:
-        ApiError: 400; for a wrong field, with its name in the body.
+        ApiError: 400; for a wrong field, with the name in the body.
     """
     data = parse_object(body)
     for name, inert in REFUSED.items():

@@ -3,9 +3,9 @@
     {"name": "get_weather", "arguments": {"city": "Oslo"}}
 
 ``arguments`` may be called ``parameters``, may come before the name, and may be a string with JSON inside. A call is
-announced as soon as the name is known and the arguments have begun. From then on the arguments are passed on as the
-model writes them, malformed ones included: the caller sees the model's own text, and no call is lost. Before the
-announcement any deviation means that the object is no call.
+announced as soon as the name is known and the arguments have begun. From then on the arguments are passed on exactly as
+generated, malformed or not: the caller sees the model's own text, and no call is lost. Before the announcement any
+deviation makes the object content.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NO_ARGUMENTS = "{}"
 
 
 class Verdict(enum.Enum):
-    """The result of a character: taken, the last one of the object, or not a part of it (and not taken)."""
+    """The result of a character: taken; taken, and the end of the object; wrong here, and not taken."""
 
     TAKEN = enum.auto()
     LAST = enum.auto()
@@ -39,7 +39,7 @@ class _State(enum.Enum):
 
 
 class Extent:
-    """The extent of a JSON object, list or string, by its brackets and quotes alone."""
+    """The extent of a JSON object, list or string, by brackets and quotes alone."""
 
     def __init__(self) -> None:
         self._depth, self._in_string, self._escaped = 0, False, False
@@ -49,7 +49,7 @@ class Extent:
         return self._in_string
 
     def ends_with(self, character: str) -> bool:
-        """Take a character; True for the last one."""
+        """Take a character; True for the last."""
         if self._in_string:
             if self._escaped:
                 self._escaped = False
@@ -70,11 +70,11 @@ class Extent:
 
 
 class CallObject:
-    """A candidate for a call, from behind its opening brace.
+    """A candidate for a call, from behind the opening brace.
 
     Args:
-        names: of the tools that may be called.
-        tagged: the object is between tags, so that it may have further keys and no arguments, and a tag ends it.
+        names: of the tools for calls.
+        tagged: the object stands between tags: further keys are allowed, arguments are optional, and a tag is an end.
 
     Attributes:
         name: of the called tool once the call is announced, else "".
@@ -90,7 +90,7 @@ class CallObject:
         self.name = ""
 
     def take_arguments(self) -> str:
-        """The arguments since the last call of this method; use it after the announcement."""
+        """The arguments since the last use of the method, after the announcement."""
         taken, self._arguments = self._arguments or "", ""
         return taken
 
@@ -157,7 +157,7 @@ class CallObject:
         return Verdict.TAKEN
 
     def _in_other(self, character: str) -> Verdict:
-        """A value of no interest; a number or a word ends before the character behind it."""
+        """A value of no interest; the end of a number or a word shows in the character behind."""
         if self._raw[0] in '"{[':
             if self._extent.ends_with(character):
                 self._state = _State.AFTER

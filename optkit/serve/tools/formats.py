@@ -6,8 +6,8 @@
 ``json``        ``{"name": .., "arguments": {..}}``, the whole answer (templates without tools)
 =============== ================================================================================
 
-A template whose own calls have another form (found by ``optkit.text.template_traits``) is used without its tools: the
-prompt then describes tools and form in words (``optkit.serve.tools.system_text``), as for templates without tools.
+Calls of a template in another form (``optkit.text.template_traits``) have no parser. The prompt then describes tools
+and form in words (``optkit.serve.tools.system_text``), as for templates without tools.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ChatFormat:
 
     Attributes:
         calls: the form of tool calls.
-        native: the chat template shows tools and calls itself.
+        native: the chat template shows tools and calls.
         takes_system: the chat template shows a system message.
         thinks: answers may begin with reasoning.
     """
@@ -50,7 +50,7 @@ class ChatFormat:
     thinks: bool = False
 
     def parser(self, use: ToolUse | None, prompt: str, goes_on: bool = False) -> MessageParser | None:
-        """The parser of an answer; None for an answer that is content and nothing else.
+        """The parser of an answer; None for an answer of content alone.
 
         Args:
             use: the tools of the answer; None without tools.
@@ -79,7 +79,7 @@ def choose_format(
 
 
 def own_format(traits: TemplateTraits) -> CallFormat | None:
-    """The format of the calls that the template itself writes; None for an unknown one."""
+    """The format of the calls in rendered conversations; None without a parser."""
     opening = traits.call_open.strip()
     for form in FORMATS.values():
         if opening == form.open and {"name", form.arguments} <= set(traits.call_keys):

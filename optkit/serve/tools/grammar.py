@@ -1,10 +1,10 @@
 """Constraints on answers with tools, as grammars in llguidance's Lark dialect.
 
 A required call leaves the model no choice but names and arguments: the grammar is the form of the model's own calls
-(``optkit.serve.tools.formats``), with the JSON Schema of each tool in its place. So the same parser reads constrained
-and free answers. Strict tools constrain free answers, too: text up to a call is free, the call is not.
+(``optkit.serve.tools.formats``), with the JSON Schema of each tool inside. So the same parser reads constrained and
+free answers. Strict tools constrain free answers, too: text up to a call is free, the call is not.
 
-In JSON, one space stands behind ``:`` and ``,`` and none elsewhere, as in the calls of chat templates.
+In JSON, a space stands behind ``:`` and ``,`` and nowhere else, as in the calls of chat templates.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TEXT = "TEXT: /(.|\\n)*/"
 def message_constraint(
     chat: ChatFormat, use: ToolUse | None, given: NamedConstraint | None, prompt: str, goes_on: bool = False
 ) -> NamedConstraint | None:
-    """The constraint on an answer; None for a free one.
+    """The constraint on an answer; None for a free answer.
 
     Args:
         given: the request's own constraint on the content. A required call leaves no room for content.
@@ -40,7 +40,7 @@ def message_constraint(
         goes_on: the answer continues a message of the prompt.
 
     Raises:
-        ApiError: 400, ``given`` is of a kind that cannot stand beside calls.
+        ApiError: 400, ``given`` is of a kind without a place beside calls.
     """
     thinks = chat.thinks and not goes_on
     is_open = thinks and leaves_open(prompt)
@@ -55,14 +55,14 @@ def message_constraint(
 
 
 def _behind(given: NamedConstraint | None, after: str) -> NamedConstraint | None:
-    """A constraint on the content, which begins behind the reasoning."""
+    """A constraint on the content, behind the reasoning."""
     if given is None or not after:
         return given
     return given._replace(constraint=msgspec.structs.replace(given.constraint, after=after))
 
 
 def _calls_or(given: NamedConstraint, form: CallFormat) -> list[str]:
-    """The rules of an answer that is calls, or else JSON of a schema."""
+    """The rules of an answer of calls, or else of JSON of a schema."""
     constraint, param = given
     if constraint.kind not in ("json_object", "json_schema"):
         message = f"'{param}' and tools that may be called exclude each other; set 'tool_choice' to 'none'"
@@ -83,7 +83,7 @@ def _start(thinks: bool, is_open: bool) -> list[str]:
 
 
 def _required(form: CallFormat, use: ToolUse) -> list[str]:
-    """The rules of an answer that is one or more calls."""
+    """The rules of an answer of calls alone."""
     more = f' ("\\n" call){{0,{MAX_CALLS - 1}}}' if use.parallel else ""
     return [f"answer: call{more}", _call(form)]
 

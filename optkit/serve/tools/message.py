@@ -8,7 +8,7 @@ from optkit.serve.tools.reasoning import ReasoningParser
 
 
 class MessageParser:
-    """Splits the text of an answer that arrives in pieces: first the reasoning, then calls out of the content.
+    """Splits the text of an answer, piece by piece: first the reasoning, then calls out of the content.
 
     Args:
         reasoning: None for a template without reasoning.
@@ -39,7 +39,7 @@ class MessageParser:
         return self._calls is not None and self._calls.is_done
 
     def push(self, text: str) -> list[Part]:
-        """The parts that became final with ``text``."""
+        """The final parts after ``text``."""
         return self._read(self._reasoning.push(text) if self._reasoning else [Part("content", text)])
 
     def finish(self) -> list[Part]:

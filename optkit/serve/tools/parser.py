@@ -5,10 +5,10 @@ depend on the borders of tokens or chunks. Two kinds of formats:
 
 - **tagged**: calls stand between tags, anywhere in the text, with content around; a pair of tags may have several;
 - **bare**: the answer begins with a call, perhaps in a Markdown fence; further calls follow behind commas, semicolons
-  or newlines. An answer that begins otherwise is content, all of it.
+  or newlines. Any other beginning makes the whole answer content.
 
-Whitespace next to a call belongs to the call. Text that looks like a call is held back until the name and the begin of
-the arguments are known (``optkit.serve.tools.call_object``); if it turns out to be no call, it is content, unchanged.
+Whitespace next to a call belongs to the call. Text like the beginning of a call is held back until the name and the
+begin of the arguments are known (``optkit.serve.tools.call_object``), or else becomes content, unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CallFormat:
 
     Attributes:
         open, close: the tags; empty for bare calls.
-        arguments: the key of the arguments that the model knows.
+        arguments: the model's own key of the arguments.
     """
 
     name: str
@@ -53,7 +53,7 @@ class ToolCallParser:
     """Splits an answer into content and calls.
 
     Args:
-        names: of the tools that may be called; an object with another name is content.
+        names: of the tools for calls; an object with another name is content.
         parallel: False ends the answer with the first call.
         new_id: makes the name of a call.
 
@@ -87,7 +87,7 @@ class ToolCallParser:
         }
 
     def push(self, text: str) -> list[Part]:
-        """The parts that became final with ``text``."""
+        """The final parts after ``text``."""
         at = 0
         while at < len(text) and not self.is_done:
             at = self._steps[self._state](text, at)

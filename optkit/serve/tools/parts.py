@@ -1,7 +1,7 @@
 """Parts of a message: pieces of content, of reasoning and of tool calls, in the order of the text.
 
-All parsers of ``optkit.serve.tools`` return parts. Pieces of one kind that follow each other say the same as a single
-longer piece, so a reader joins them as a client joins the chunks of a stream.
+All parsers of ``optkit.serve.tools`` return parts. Neighbours of the same kind mean the same as a single longer piece,
+and a reader joins neighbours as a client joins the chunks of a stream.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Part(NamedTuple):
         text: of the content or the reasoning, or a piece of a call's arguments in JSON.
         call: index of the call in the message; -1 outside calls.
         name: of the called tool, in the first part of a call.
-        call_id: name of the call, in its first part.
+        call_id: name of the call, in the first part.
     """
 
     kind: Kind
@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A whole tool call; ``arguments`` are JSON text as the model wrote it."""
+    """A whole tool call; ``arguments`` are the JSON text of the model, unchanged."""
 
     call_id: str
     name: str

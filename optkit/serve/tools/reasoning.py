@@ -1,8 +1,8 @@
 """The reasoning at the beginning of an answer, apart from the content.
 
-A model that thinks writes ``<think>``, the reasoning, ``</think>``, the content. Some chat templates write ``<think>``
-at the end of the prompt; the answer then begins inside the reasoning. Newlines between tags and texts belong to the
-tags, as in the templates that render such messages. A tag anywhere else in the answer is content.
+A model with reasoning writes ``<think>``, the reasoning, ``</think>``, the content. Some chat templates write
+``<think>`` at the end of the prompt; the answer then begins inside the reasoning. Newlines between tags and texts
+belong to the tags, as in the models' chat templates. A tag anywhere else in the answer is content.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 def leaves_open(prompt: str) -> bool:
-    """True for a prompt that ends inside the reasoning."""
+    """True for a prompt with open reasoning at the end."""
     return prompt.rstrip().endswith(OPEN)
 
 
@@ -29,7 +29,7 @@ class _State(enum.Enum):
 
 
 class ReasoningParser:
-    """Splits the text of an answer that arrives in pieces.
+    """Splits the text of an answer, piece by piece.
 
     Args:
         is_open: the answer begins inside the reasoning.
@@ -57,7 +57,7 @@ class ReasoningParser:
         return self._state is _State.CONTENT
 
     def push(self, text: str) -> list[Part]:
-        """The parts that became final with ``text``."""
+        """The final parts after ``text``."""
         parts: list[Part] = []
         self._held += text
         while self._state in self._steps and self._steps[self._state](parts):

@@ -1,7 +1,7 @@
-"""Tools in words, for chat templates that show no tools, or calls in a form without a parser.
+"""Tools in words, for chat templates without tools, or with calls in a form without a parser.
 
 The system message describes the tools and the form of a call. Calls and results of the conversation so far become text
-of assistant and user messages, because such templates know neither ``tool_calls`` nor the role ``tool``.
+of assistant and user messages, because these templates know neither ``tool_calls`` nor the role ``tool``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MUST = "Answer with a tool call."
 
 
 def describe(form: CallFormat, use: ToolUse) -> str:
-    """The text that tells the model its tools and the form of calls."""
+    """The description of the tools and of the form of calls, for the model."""
     lines = [INTRODUCTION, *map(_line, use.shown), "", HOW]
     lines.append(call_text(form, "NAME", '{"ARGUMENT": "VALUE"}'))
     if use.parallel:
@@ -67,7 +67,7 @@ def in_words(
 
 
 def _add_to_user(messages: list[Message], text: str) -> None:
-    """Add to the user message behind a call, so that roles still alternate."""
+    """Add to the user message behind a call: roles still alternate."""
     if messages and messages[-1].get("has_results"):
         messages[-1]["content"] += f"\n\n{text}"
     else:

@@ -1,4 +1,4 @@
-"""Tools of a request, and the way the answer may use them."""
+"""Tools of a request, and their use in the answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the model may call.
+    """A function for the model to call.
 
     Attributes:
         parameters: a JSON Schema of the arguments; None for a tool without a schema.
@@ -23,7 +23,7 @@ class Tool:
 
     @property
     def definition(self) -> dict[str, Any]:
-        """The tool for a chat template, in the form that transformers gives to templates."""
+        """The tool for a chat template, in the form of transformers."""
         function: dict[str, Any] = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description
@@ -38,8 +38,8 @@ class ToolUse:
 
     Attributes:
         shown: the tools in the prompt.
-        allowed: the tools that may be called.
-        required: the answer is at least one call, and nothing else.
+        allowed: the tools for calls.
+        required: the answer consists of calls, without content.
         parallel: the answer may have several calls.
     """
 
@@ -50,7 +50,7 @@ class ToolUse:
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of the tools that may be called."""
+        """Names of the tools for calls."""
         return frozenset(tool.name for tool in self.allowed)
 
     @property
