@@ -30,7 +30,7 @@ def vocabulary(tokenizer_json: Path, vocab_size: int) -> LLTokenizer:
     """``grammar.vocabulary`` of a file, behind the check of the extra.
 
     Raises:
-        ConstraintFailed: there is no such file, or llguidance can't read it.
+        ConstraintFailed: the file is missing, or llguidance can't read the tokenizer.
     """
     need_extra("structured", FEATURE)
     from optkit.runtime.structured import grammar
@@ -67,7 +67,7 @@ class Grammars:
 
 
 class _Compiler:
-    """Compiles on a thread, and keeps what was used last."""
+    """Compiles on a thread, and keeps the grammars that were used last."""
 
     def __init__(self, make_vocabulary: Callable[[], LLTokenizer]) -> None:
         need_extra("structured", FEATURE)

@@ -1,6 +1,6 @@
 """Grammars: a ``Constraint`` in llguidance's own form, compiled for a vocabulary, within bounds.
 
-Only this module imports llguidance, and only behind a check of the extra. The bounds (``limits``) end a hostile
+No other module imports llguidance, and callers check the extra before. The bounds (``limits``) end a hostile
 constraint in an error in place of a long step: the fuel of the lexer and the items of the parser bound the time of a
 mask, the number of lexer states bounds the memory of a sequence. The time of compiling is bounded from outside
 (``optkit.serve.constraints``).
@@ -27,14 +27,14 @@ ANY_TEXT = r"/(.|\n)*/"
 
 
 def vocabulary(tokenizer_json: str, vocab_size: int) -> LLTokenizer:
-    """The tokens of a tokenizer as llguidance needs them; a quarter of a second for 49,152 tokens.
+    """The tokens of a tokenizer in llguidance's form; a quarter of a second for 49,152 tokens.
 
     Args:
         tokenizer_json: the text of the Hugging Face tokenizer's file.
         vocab_size: width of the model's logits.
 
     Raises:
-        ConstraintFailed: the tokenizer is none that llguidance reads.
+        ConstraintFailed: llguidance can't read the tokenizer.
     """
     try:
         return LLTokenizer(tokenizer_json, n_vocab=vocab_size)
@@ -100,7 +100,7 @@ def grammar_text(constraint: Constraint, tokens: LLTokenizer) -> str:
     """``constraint`` as the JSON text of llguidance's grammars.
 
     Raises:
-        ValueError: the value of the constraint is not JSON where it has to be, or has what can't be enforced.
+        ValueError: the value of the constraint is not JSON where JSON is needed, or has rules without enforcement.
         RecursionError: the JSON is nested too deep.
     """
     body = _without_trigger(constraint)

@@ -1,8 +1,8 @@
-"""Constraints of requests, compiled on trial before the engine gets them.
+"""Constraints of requests, compiled on trial before the engine.
 
-The work is done in a process of its own (``child``), started for the first constrained request: the event loop and the
-engine go on, and a hostile schema costs a bounded time of one core. Verdicts are kept, so a schema that clients send
-again and again is compiled here once.
+A separate process (``child``), started for the first constrained request, does the work: the event loop and the engine
+go on, and a hostile schema costs a bounded time of a core. Verdicts are kept, so a schema of many requests is compiled
+here once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[([^\]]*)\]")
 
 
 class NamedConstraint(NamedTuple):
-    """A constraint, and the field of the request that has it."""
+    """A constraint, and the name of the request's field."""
 
     constraint: Constraint
     param: str
@@ -54,7 +54,7 @@ class ConstraintChecker:
         """The constraint in the form for the engine; None for None.
 
         Raises:
-            ApiError: 400, the constraint is wrong, unsupported or too complex; 503, it could not be checked.
+            ApiError: 400, the constraint is wrong, unsupported or too complex; 503, the check failed.
         """
         if named is None:
             return None

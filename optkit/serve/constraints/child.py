@@ -1,8 +1,8 @@
-"""The process that compiles grammars for the server, each in a fork of its own with bounds on time and memory.
+"""The process of the server for compiling grammars, each in a fork with bounds on time and memory.
 
-A schema of a few bytes can describe a grammar of any size, and llguidance has no clock. A fork has: the kernel ends
-it after ``CPU_SECONDS`` of processor time, and its memory is limited. The tables of the vocabulary, which take longer
-than a grammar, are built once in the parent of the forks. The process reads ``Tokens`` and then constraints from
+A schema of a few bytes can describe a grammar of any size, and llguidance has no clock. The kernel ends a
+fork after ``CPU_SECONDS`` of processor time, and limits the memory. The tables of the vocabulary take longer than a
+grammar, and are built once in the parent of the forks. The process reads ``Tokens`` and then constraints from
 standard input, writes a ``Verdict`` for each to standard output, and ends with the pipe.
 """
 
@@ -68,7 +68,7 @@ def read(source: BinaryIO, kind: type[T]) -> T | None:
 
 
 def in_fork(constraint: Constraint, tokens: LLTokenizer) -> Verdict:
-    """The verdict on ``constraint``, found in a process that may die of it."""
+    """The verdict on ``constraint``, found in a process that a hostile constraint may end."""
     receiving, sending = os.pipe()
     pid = os.fork()
     if pid == 0:
