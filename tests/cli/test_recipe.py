@@ -92,7 +92,7 @@ name: own
 extends: ttft-cpu
 serving: {speculative_model: ngram, threads: 2}
 evaluation: {text: our.txt}
-passes: {"int8@more": {targets: [up_proj], group_size: 64}, flash_attention: {}, kv_int8: false}
+passes: {kv_int8: false, "int8@more": {targets: [up_proj], group_size: 64}, flash_attention: {}}
 """
 
 
