@@ -41,7 +41,7 @@ HOSTILE = {
 
 
 def compiling(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Seconds of each schema's grammar alone, and with the way to the process for trials, and of hostile constraints."""
+    """Seconds of each schema's grammar alone and with the way to the process for trials; and of hostile ones."""
     tokens = grammar.vocabulary(tokenizer.to_json(), tokenizer.vocab_size)
     alone = [
         _seconds(lambda s=schema: grammar.compiled(constraint(s), tokens)) for schema in SCHEMAS.values()
