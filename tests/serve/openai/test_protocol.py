@@ -84,7 +84,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "json"}}, "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
     ({"modalities": ["audio"]}, "modalities"),
     ({"audio": {}}, "audio"),
@@ -92,7 +92,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"prompt_embeds": "x"}, "prompt_embeds"),
     ({"echo": True}, "echo"),
     ({"suffix": "x"}, "suffix"),
-    ({"guided_regex": "(a+)+b"}, "guided_regex"),
+    ({"guided_regex": ["(a+)+b"]}, "guided_regex"),
 ]
 
 
