@@ -116,7 +116,7 @@ def _without_trigger(constraint: Constraint) -> dict[str, Any]:
         case "json_object":
             return _json_grammar('{"type": "object"}', constraint.whitespace)
         case "json_schema":
-            if reason := unenforceable(json.loads(constraint.value)):
+            if reason := unenforceable(_parsed(constraint.value)):
                 raise ValueError(reason)
             return _json_grammar(constraint.value, constraint.whitespace)
         case "regex":
@@ -126,6 +126,13 @@ def _without_trigger(constraint: Constraint) -> dict[str, Any]:
             return {"lark_grammar": "start: " + " | ".join(map(_quoted, texts))}
         case "grammar":
             return {"lark_grammar": constraint.value}
+
+
+def _parsed(schema: str) -> Any:
+    try:
+        return json.loads(schema)
+    except ValueError as error:
+        raise ValueError(f"the schema is not valid JSON: {error}") from None
 
 
 def _json_grammar(schema: str, whitespace: str) -> dict[str, Any]:
@@ -146,7 +153,7 @@ def _triggered(trigger: str, tokens: LLTokenizer) -> str:
 
 def _quoted(text: str) -> str:
     """A string of Lark, which has the escapes of JSON."""
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def shortened(error: object) -> str:
