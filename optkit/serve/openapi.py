@@ -189,7 +189,9 @@ def _message() -> Schema:
     usage = _object({"input_tokens": INTEGER, "output_tokens": INTEGER})
     fields = {"id": STRING, "type": {"const": "message"}, "role": {"const": "assistant"}, "model": STRING}
     content = {"type": "array", "items": _object({"type": STRING})}
-    reason = {"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]}
+    reason = {
+        "enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+    }
     return _object({**fields, "content": content, "stop_reason": reason, "usage": usage})
 
 

@@ -67,6 +67,10 @@ def _add_generation(app: FastAPI, state: AppState) -> None:
         request, chat = parse_responses(body)
         return chat, ResponsesEndpoint(request, state.prompts.defaults)
 
+    def messages_of(body: bytes) -> Parsed:
+        chat = parse_messages(body)
+        return chat, MessagesEndpoint(chat.max_tokens or 0)
+
     @app.post("/v1/chat/completions")
     async def chat_completions(http: Request) -> Response:
         return await reply(http, openai(ChatRequest))
@@ -81,7 +85,7 @@ def _add_generation(app: FastAPI, state: AppState) -> None:
 
     @app.post("/v1/messages")
     async def messages(http: Request) -> Response:
-        return await reply(http, lambda body: (parse_messages(body), MessagesEndpoint()))
+        return await reply(http, messages_of)
 
 
 def _add_tokens(app: FastAPI, state: AppState) -> None:

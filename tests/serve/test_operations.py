@@ -113,6 +113,7 @@ def test_the_document_lists_every_route() -> None:
             HELLO | {"max_tokens": 5, "system": "x", "tools": [{"name": "f", "input_schema": {}}]},
         ),
         ("/v1/messages", HELLO | {"max_tokens": 100_000}),
+        ("/v1/messages", HELLO | {"max_tokens": 5, "model": "other"}),
         ("/v1/messages/count_tokens", HELLO),
         ("/tokenize", HELLO),
         ("/tokenize", {"prompt": "Hello"}),

@@ -30,8 +30,13 @@ DELTAS = {
 
 @dataclass(frozen=True)
 class MessagesEndpoint:
-    """The words of ``/v1/messages``."""
+    """The words of ``/v1/messages``.
 
+    Attributes:
+        max_tokens: of the request.
+    """
+
+    max_tokens: int
     operation: str = "chat"
     prefix: str = "msg_"
 
@@ -40,14 +45,14 @@ class MessagesEndpoint:
         return PARAMS
 
     def writer(self, head: ResponseHead, parts: ResponseParts) -> MessageWriter:
-        return MessageWriter(head, parts)
+        return MessageWriter(head, parts, self.max_tokens)
 
 
 class MessageWriter:
     """Writes the only choice of an answer."""
 
-    def __init__(self, head: ResponseHead, parts: ResponseParts) -> None:
-        self._head, self._num_prompt = head, parts.num_prompt
+    def __init__(self, head: ResponseHead, parts: ResponseParts, max_tokens: int) -> None:
+        self._head, self._num_prompt, self._max_tokens = head, parts.num_prompt, max_tokens
         self._blocks, self._open = 0, Part("content", "")  # blocks so far; the kind and call of the open one
         self._last: Delta | None = None
         self._first: FirstToken | None = None
@@ -68,7 +73,7 @@ class MessageWriter:
         """The events at the end."""
         events, delta = self._close(), self._last
         if delta:
-            reason = {"stop_reason": stop_reason(delta), "stop_sequence": delta.stop}
+            reason = {"stop_reason": stop_reason(delta, self._max_tokens), "stop_sequence": delta.stop}
             usage = {"output_tokens": delta.num_tokens}
             events += event("message_delta", delta=reason, usage=usage)
         return events + event("message_stop")
@@ -82,7 +87,7 @@ class MessageWriter:
         [answer] = answers
         self._first = answer.first
         blocks = [block(part) for part in joined(parts_of(answer))]
-        return msgspec.json.encode(self._message(blocks, stop_reason(answer), answer))
+        return msgspec.json.encode(self._message(blocks, stop_reason(answer, self._max_tokens), answer))
 
     def _message(self, blocks: list[Any], reason: str | None, delta: Delta) -> dict[str, Any]:
         cached = cached_tokens([self._first]) or 0
@@ -142,10 +147,12 @@ def arguments(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {INVALID_JSON: text}
 
 
-def stop_reason(delta: Delta) -> str | None:
-    """The reason in Anthropic's words."""
+def stop_reason(delta: Delta, max_tokens: int) -> str | None:
+    """The reason in Anthropic's words; an answer shorter than ``max_tokens`` was cut by the end of the context."""
     if delta.finish_reason is FinishReason.STOP and delta.num_calls:
         return "tool_use"
     if delta.finish_reason is FinishReason.STOP:
         return "end_turn" if delta.stop is None else "stop_sequence"
-    return "max_tokens" if delta.finish_reason is FinishReason.LENGTH else None
+    if delta.finish_reason is not FinishReason.LENGTH:
+        return None
+    return "max_tokens" if delta.num_tokens >= max_tokens else "model_context_window_exceeded"

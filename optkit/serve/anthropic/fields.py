@@ -130,8 +130,8 @@ class CustomTool(BaseModel):
     strict: bool | None = None
 
     def as_chat(self) -> Entry:
-        function = {"name": self.name, "parameters": self.input_schema}
-        optional: dict[str, Any] = {"description": self.description, "strict": self.strict}
+        function: Entry = {"name": self.name, "parameters": self.input_schema}
+        optional = {"description": self.description, "strict": self.strict}
         function |= {name: value for name, value in optional.items() if value is not None}
         return {"type": "function", "function": function}
 

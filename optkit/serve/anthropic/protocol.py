@@ -154,7 +154,7 @@ def _parse(kind: type[CountTokensRequest], body: bytes) -> ChatRequest:
     if unknown := sorted(set(request.model_extra or {}) - HARMLESS - REFUSED.keys()):
         log.info("ignoring unknown fields: %s", printable(", ".join(unknown)))
     try:
-        return request_from(ChatRequest, request.chat_fields())
+        return request_from(ChatRequest, request.chat_fields()).filling_context()
     except ApiError as error:
         error.param = PARAMS.get(error.param or "", error.param)
         raise

@@ -172,6 +172,8 @@ class PromptReader:
         """
         room, asked = self.max_model_len - num_prompt, request.requested_max_tokens
         param = "messages" if isinstance(request, ChatRequest) else "prompt"
+        if asked and isinstance(request, ChatRequest) and request.fills_context:
+            asked = min(asked, max(room, 1))
         if room < max(asked or 1, 1):
             raise overflow(self.max_model_len, param, num_prompt, asked)
         default = room if isinstance(request, ChatRequest) else min(COMPLETION_TOKENS, room)

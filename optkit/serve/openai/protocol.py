@@ -19,7 +19,7 @@ import hashlib
 import logging
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from optkit.runtime.types import Constraint, SamplingParams
 from optkit.serve.constraints.checker import NamedConstraint
@@ -262,6 +262,17 @@ class ChatRequest(GenerationRequest):
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    _fills_context: bool = PrivateAttr(default=False)
+
+    @property
+    def fills_context(self) -> bool:
+        """True when an answer may also end with the context, before ``max_tokens``; else such a request is refused."""
+        return self._fills_context
+
+    def filling_context(self) -> ChatRequest:
+        """The request with ``fills_context``."""
+        self._fills_context = True
+        return self
 
     @property
     def requested_max_tokens(self) -> int | None:

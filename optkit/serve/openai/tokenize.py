@@ -43,7 +43,7 @@ class DetokenizeRequest(BaseModel):
 
 
 def parse_tokenize(body: bytes) -> TokenizeRequest | TokenizeChatRequest:
-    """The request in ``body``: a conversation where there are ``messages``.
+    """The request in ``body``; ``messages`` mean a conversation.
 
     Raises:
         ApiError: 400, with the wrong field.
@@ -51,9 +51,7 @@ def parse_tokenize(body: bytes) -> TokenizeRequest | TokenizeChatRequest:
     data = parse_object(body)
     if "messages" in data and "prompt" in data:
         raise ApiError("give 'prompt' or 'messages', not both", param="messages", code="invalid_value")
-    if "messages" in data:
-        return checked(TokenizeChatRequest, data)
-    return checked(TokenizeRequest, data)
+    return checked(TokenizeChatRequest, data) if "messages" in data else checked(TokenizeRequest, data)
 
 
 def parse_detokenize(body: bytes) -> DetokenizeRequest:

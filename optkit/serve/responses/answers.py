@@ -224,6 +224,7 @@ def _fixed(head: ResponseHead, request: ResponsesRequest, defaults: SamplingDefa
         "model": head.model,
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": None,
+        "prompt_cache_diagnostics": None,
         "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
         "store": False,
         "temperature": first_given(request.temperature, defaults.temperature, 1.0),

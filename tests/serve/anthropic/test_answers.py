@@ -110,9 +110,23 @@ def test_failure_inside_a_stream_is_an_event() -> None:
 
 def test_wrong_request_is_the_client_s_own_error() -> None:
     with client() as api, pytest.raises(anthropic.BadRequestError):
-        api.messages.create(model="tiny", **{**HELLO, "max_tokens": 5000})
+        api.messages.create(model="tiny", max_tokens=5, messages=[{"role": "user", "content": "x" * 5000}])
     with client() as api, pytest.raises(anthropic.NotFoundError):
         api.messages.create(model="claude", **HELLO)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "reason"), [(20, "max_tokens"), (3000, "model_context_window_exceeded")]
+)
+def test_answer_ends_with_the_context_as_at_anthropic(max_tokens: int, reason: str) -> None:
+    app = tiny_app(FakeEngine("x" * 300), max_model_len=100)
+    body = {**HELLO, "max_tokens": max_tokens}
+    whole = post(app, MESSAGES, body).json()
+    assert whole["stop_reason"] == reason
+    used = whole["usage"]["input_tokens"] + whole["usage"]["output_tokens"]
+    assert used == 100 if reason != "max_tokens" else used < 100
+    streamed = post(app, MESSAGES, {**body, "stream": True}).text
+    assert f'"stop_reason":"{reason}"' in streamed
 
 
 def test_tokens_are_counted() -> None:

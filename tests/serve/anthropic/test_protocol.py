@@ -139,7 +139,7 @@ USER = {"role": "user"}
         ({"mcp_servers": [{"name": "x"}]}, "mcp_servers"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config"),
         ({"output_config": {"format": {"type": "yaml"}}}, "output_config"),
-        ({"max_tokens": 100_000}, "maximum context length"),
+        ({"messages": [{"role": "user", "content": "x" * 600}]}, "maximum context length"),
     ],
 )
 def test_wrong_request_is_refused_in_anthropic_s_shape(body: dict[str, Any], word: str) -> None:
