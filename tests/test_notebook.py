@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOK = ROOT / "examples" / "first-steps.ipynb"
 PARAMETERS = 'MODEL, OUT, PROMPT_TOKENS, TEXT_TOKENS = "tiny", "made", 24, 1024'
 PREAMBLE = """
+import asyncio
 from tests.support.quick import quick
 quick()
 def display(value):
@@ -38,13 +40,14 @@ def cells() -> list[dict[str, Any]]:
 
 
 def program() -> str:
-    """The code cells as a program, with the parameters of the test."""
-    parts = [PREAMBLE]
+    """The code cells as a program, with the parameters of the test. An event loop runs, as it does in a notebook."""
+    parts = []
     for cell in cells():
         parts.append(displaying("".join(cell["source"])))
         if "parameters" in cell["metadata"].get("tags", ()):
             parts.append(PARAMETERS)
-    return "\n".join(parts)
+    body = textwrap.indent("\n".join(parts), "    ")
+    return f"{PREAMBLE}\nasync def notebook():\n{body}\n\nasyncio.run(notebook())\n"
 
 
 def displaying(source: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ class BenchReport:
         verdicts: the artifact against each baseline, by the objective of the artifact's recipe.
     """
 
-    result: BenchResult
+    result: BenchResult = field(repr=False)
     slo_misses: tuple[str, ...] = ()
     verdicts: tuple[Verdict, ...] = ()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +33,9 @@ class OptimizeResult:
 
     artifact: Path
     model: str
-    recipe: Recipe
-    run: RunRecord
-    target: Mapping[str, Any]
+    recipe: Recipe = field(repr=False)
+    run: RunRecord = field(repr=False)
+    target: Mapping[str, Any] = field(repr=False)
 
     @property
     def passes(self) -> list[PassRecord]:

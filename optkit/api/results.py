@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -49,9 +49,9 @@ class Choice:
     """
 
     text: str
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] = field(repr=False)
     finish_reason: str
-    logprobs: tuple[TokenScore, ...] = ()
+    logprobs: tuple[TokenScore, ...] = field(default=(), repr=False)
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
 
@@ -67,7 +67,7 @@ class Completion:
     """
 
     prompt: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...] = field(repr=False)
     choices: tuple[Choice, ...]
     cached_tokens: int = 0
     ttft_seconds: float = 0.0

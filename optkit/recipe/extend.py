@@ -2,9 +2,9 @@
 
 Sections are merged key by key, and so are the options of a pass that both recipes have; lists and single values are
 replaced. ``name`` and ``description`` are not inherited. Passes of the base keep their order. A pass that the base
-lacks is placed by its neighbours in the extending recipe: after the pass written before it, or, written first, before
-the next pass that the base has; without such neighbours at the end. ``false`` in the place of options leaves a pass
-of the base out. A place with ``one_of`` on either side is replaced as a whole.
+lacks comes after the pass written in front, and before the next written pass of the base; without neighbours at the
+end. ``false`` in the place of options leaves a pass of the base out. A place with ``one_of`` on either side is replaced
+as a whole.
 """
 
 from __future__ import annotations
@@ -97,10 +97,6 @@ def _order(base: list[str], own: list[str]) -> list[str]:
         if name in names:
             continue
         following = next((other for other in own[index + 1 :] if other in base), None)
-        if index:
-            names.insert(names.index(own[index - 1]) + 1, name)
-        elif following is not None:
-            names.insert(names.index(following), name)
-        else:
-            names.append(name)
+        place = names.index(own[index - 1]) + 1 if index else len(names)
+        names.insert(place if following is None else min(place, names.index(following)), name)
     return names

@@ -70,6 +70,7 @@ def test_options_and_bounds_of_a_pass_are_merged(tmp_path: Path) -> None:
             "{fuse_qkv: {}, fuse_gate_up: {}, rotate: {}}",
             ["fuse_qkv", "fuse_gate_up", "rotate", "int8", "kv_int8"],
         ),
+        ("{kv_int8: false, w4a8: {}, int8: {}}", ["fuse_qkv", "w4a8", "int8"]),
         ("{compile: {}}", ["fuse_qkv", "int8", "kv_int8", "compile"]),
         ("{a: {}, b: {}, int8: {}}", ["fuse_qkv", "a", "b", "int8", "kv_int8"]),
         ("{kv_int8: false, int8: null}", ["fuse_qkv", "int8"]),
