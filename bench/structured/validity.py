@@ -103,7 +103,7 @@ def _requests(
 
 @contextmanager
 def timed_masks() -> Iterator[list[float]]:
-    """The seconds of each mask in the engine, between two steps of the model."""
+    """The seconds of each mask of the engine, between two steps of the model."""
     seconds: list[float] = []
     allowed = SequenceMatcher.allowed
 

@@ -1,8 +1,8 @@
 """Grammars: a ``Constraint`` in llguidance's own form, compiled for a vocabulary, within bounds.
 
-No other module imports llguidance, and callers check the extra before. The bounds (``limits``) end a hostile
-constraint in an error in place of a long step: the fuel of the lexer and the items of the parser bound the time of a
-mask, the number of lexer states bounds the memory of a sequence. The time of compiling is bounded from outside
+Only this module imports llguidance, and only behind a check of the extra. The bounds (``limits``) end a hostile
+constraint by an error in place of a long step: the fuel of the lexer and the items of the parser bound the time of a
+mask, the number of lexer states bounds the memory of a sequence. The time of compiling is bounded elsewhere
 (``optkit.serve.constraints``).
 """
 
@@ -68,6 +68,17 @@ def compiled(constraint: Constraint, tokens: LLTokenizer) -> LLMatcher:
     return matcher
 
 
+def tried(constraint: Constraint, tokens: LLTokenizer) -> Constraint:
+    """``constraint`` with a grammar in Lark, after compiling and the first steps of an answer.
+
+    Raises:
+        ConstraintFailed: as ``compiled``, ``in_lark`` and ``rehearse``.
+    """
+    constraint = in_lark(constraint)
+    rehearse(compiled(constraint, tokens))
+    return constraint
+
+
 def rehearse(matcher: LLMatcher) -> None:
     """Take the first steps of an answer with ``matcher``: a mask, the forced tokens, another mask.
 
@@ -100,7 +111,7 @@ def grammar_text(constraint: Constraint, tokens: LLTokenizer) -> str:
     """``constraint`` as the JSON text of llguidance's grammars.
 
     Raises:
-        ValueError: the value of the constraint is not JSON where JSON is needed, or has rules without enforcement.
+        ValueError: the value of the constraint is not the necessary JSON, or has keywords beyond a grammar.
         RecursionError: the JSON is nested too deep.
     """
     body = _without_trigger(constraint)
@@ -137,12 +148,12 @@ def _parsed(schema: str) -> Any:
 
 def _json_grammar(schema: str, whitespace: str) -> dict[str, Any]:
     style: dict[str, Any] = {"whitespace_pattern": whitespace} if whitespace else dict(COMPACT)
-    overrides: Any = {"lenient": False, "coerce_one_of": False, **style}
+    overrides = {"lenient": False, "coerce_one_of": False, **style}
     return json.loads(LLMatcher.grammar_from_json_schema(schema, overrides=overrides))["grammars"][0]
 
 
 def _triggered(trigger: str, tokens: LLTokenizer) -> str:
-    """A grammar of any text, which goes on with ``@body`` after the first ``trigger``."""
+    """A grammar of any text, and of ``@body`` after the first ``trigger``."""
     ids = tokens.tokenize_str(trigger, parse_special=True)
     if len(ids) == 1 and tokens.is_special_token(ids[0]):  # no part of a text
         head = f"head: TEXT <[{ids[0]}]>"

@@ -1,8 +1,8 @@
 """The state of a constraint along the answer of a request.
 
 The state is a function of the answer's tokens alone. A ``SequenceMatcher`` keeps the tokens behind the state, and each
-call names the answer so far: the state goes back to the common beginning and on from there. So rejected drafts,
-preemption, and a repeated step need no bookkeeping, and a lost state is built again from the tokens.
+call names the answer so far: the state goes back to the common beginning and on from there. So wrong drafts,
+preemption and repeated steps need no bookkeeping, and a lost state is built again from the tokens.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class SequenceMatcher:
     """Implements ``optkit.runtime.types.Matcher`` by llguidance.
 
     Args:
-        compiled: the matcher before the first token, and the vocabulary.
-        stop_ids: tokens to end the answer, allowed where the constraint is fulfilled.
+        compiled: the matcher before the first token, and its vocabulary.
+        stop_ids: tokens that end the answer, allowed where the constraint is fulfilled.
     """
 
     def __init__(self, compiled: Future[tuple[LLMatcher, LLTokenizer]], stop_ids: Sequence[int]) -> None:
@@ -49,10 +49,10 @@ class SequenceMatcher:
             return
 
     def allowed(self, output: Sequence[int]) -> np.ndarray:
-        """The tokens allowed after ``output``, a bit each, [ceil(vocabulary / 32)] uint32; valid until the next call.
+        """The tokens that may follow ``output``, a bit each, [ceil(vocabulary / 32)] uint32; valid until the next call.
 
         Raises:
-            ConstraintFailed: no token is allowed, or the search takes too long.
+            ConstraintFailed: no token may follow, or the mask takes too long.
         """
         state = self._follow(output)
         state.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)

@@ -1,4 +1,4 @@
-"""JSON Schemas: the schemas inside a schema, and rules without enforcement that llguidance accepts."""
+"""JSON Schemas: the schemas inside a schema, and keywords beyond a grammar that llguidance accepts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Path = tuple[str, ...]
 
 
 def subschemas(schema: Any, path: Path = ()) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Every schema in ``schema`` with the path, the outermost first. The parser of the JSON text bounds the depth."""
+    """``schema`` and every schema inside, with the path. The parser of the JSON text bounds the depth."""
     if not isinstance(schema, dict):
         return
     yield path, schema
@@ -32,10 +32,10 @@ def subschemas(schema: Any, path: Path = ()) -> Iterator[tuple[Path, dict[str, A
 
 
 def unenforceable(schema: Any) -> str | None:
-    """The first rule in ``schema`` that an answer could break, in words; None for a schema without such rules.
+    """The first rule of ``schema`` that an answer could break, in words; None for a good schema.
 
-    A grammar has no memory for keys outside of the schema, so a key may come twice. JSON keeps the last value, and the
-    object has fewer properties than were counted.
+    A grammar has no memory for keys outside ``properties``, so a key may come twice. JSON keeps the last value, and
+    the object has fewer properties than the grammar counted.
     """
     for path, part in subschemas(schema):
         least, required = part.get("minProperties"), part.get("required", [])

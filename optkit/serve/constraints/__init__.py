@@ -1,1 +1,1 @@
-"""Checks of the constraints of requests, before the engine."""
+"""Checks of constraints in requests, before the engine."""

@@ -1,8 +1,8 @@
 """Constraints of requests, compiled on trial before the engine.
 
 A separate process (``child``), started for the first constrained request, does the work: the event loop and the engine
-go on, and a hostile schema costs a bounded time of a core. Verdicts are kept, so a schema of many requests is compiled
-here once.
+go on, and a hostile schema costs a bounded time of a core. Verdicts are kept, so a repeated schema is compiled here
+once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import re
 import sys
 from collections import OrderedDict
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import msgspec
 
@@ -105,21 +105,19 @@ class ConstraintChecker:
 
     async def _exchange(self, constraint: Constraint) -> Verdict:
         """Send ``constraint`` to the process, and wait for the verdict."""
+        first = b""
         if self._process is None or self._process.returncode is not None:
             pipe = asyncio.subprocess.PIPE
             command = (sys.executable, "-P", "-m", CHILD)
             self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
-            self._send(self._process, Tokens(self._tokenizer.to_json(), self._tokenizer.vocab_size))
-        process = self._process
-        self._send(process, constraint)
-        answers = cast(asyncio.StreamReader, process.stdout)
-        await cast(asyncio.StreamWriter, process.stdin).drain()
-        (length,) = HEADER.unpack(await answers.readexactly(HEADER.size))
-        return msgspec.msgpack.decode(await answers.readexactly(length), type=Verdict)
-
-    @staticmethod
-    def _send(process: asyncio.subprocess.Process, message: Tokens | Constraint) -> None:
-        cast(asyncio.StreamWriter, process.stdin).write(frame(message))
+            first = frame(Tokens(self._tokenizer.to_json(), self._tokenizer.vocab_size))
+        writer, reader = self._process.stdin, self._process.stdout
+        if writer is None or reader is None:
+            raise OSError("the process has no pipes")
+        writer.write(first + frame(constraint))
+        await writer.drain()
+        (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+        return msgspec.msgpack.decode(await reader.readexactly(length), type=Verdict)
 
 
 def _wrong(named: NamedConstraint, reason: str) -> ApiError:
