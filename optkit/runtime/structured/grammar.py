@@ -148,7 +148,7 @@ def _parsed(schema: str) -> Any:
 
 def _json_grammar(schema: str, whitespace: str) -> dict[str, Any]:
     style: dict[str, Any] = {"whitespace_pattern": whitespace} if whitespace else dict(COMPACT)
-    overrides = {"lenient": False, "coerce_one_of": False, **style}
+    overrides: Any = {"lenient": False, "coerce_one_of": False, **style}
     return json.loads(LLMatcher.grammar_from_json_schema(schema, overrides=overrides))["grammars"][0]
 
 
