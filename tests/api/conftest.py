@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def quickly(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pytest.MonkeyPatch]:
     """A pipeline without long measurements, on a cache of its own."""
     with pytest.MonkeyPatch.context() as patch:
@@ -41,13 +41,13 @@ def quickly(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pytest.MonkeyP
         yield patch
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def events() -> list[ProgressEvent]:
     """The progress of the run behind ``result``."""
     return []
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def result(
     model: Path,
     tmp_path_factory: pytest.TempPathFactory,
