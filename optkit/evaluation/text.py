@@ -1,7 +1,7 @@
 """The text of quality measurements: the shipped text, or a file of the recipe's author.
 
-A run reads a file once for each number of tokens. The hash of its content is part of the keys of finished steps, so another
-text means other measurements.
+A run reads a file once for each number of tokens. The hash of its content is part of the keys of finished steps:
+another text means other measurements.
 """
 
 from __future__ import annotations
