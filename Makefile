@@ -39,7 +39,7 @@ help:
 	@echo "make emulated tests of the native kernels on emulated AVX-VNNI, AVX-512 and AMX"
 	@echo "make sanitize native code under GCC's address, undefined-behaviour and thread sanitizers (an hour)"
 	@echo "make arm      native kernels for 64-bit Arm, cross-compiled and emulated (g++-aarch64-linux-gnu, qemu-user; minutes)"
-	@echo "make clients  langchain-openai, litellm and guidellm, unmodified, against a live server"
+	@echo "make clients  other projects' clients and agents, unmodified: chats, loads and tool loops to their end"
 	@echo "make wheel    build the wheel into dist/, install it into fresh environments and try the commands there"
 	@echo "make clean    remove .venv, the artifact and caches of this directory"
 	@echo
@@ -175,11 +175,13 @@ wheel: $(VENV)/.test
 	OPTKIT_WHEEL=$$(echo dist/optkit-*.whl) $(call WITHIN,3h) $(BIN)/python -m pytest tests/test_install.py $(ARGS)
 	@ls dist
 
-# The clients hold back what optkit pins too, so they have an environment of their own (6 GB).
+# Clients hold back what optkit pins too, and some need openai 2 and others openai 3: two environments (6 GB each).
 CLIENTS := .clients/bin/python -m pip --disable-pip-version-check --no-input -q install -c .clients/constraints.txt
+AGENTS  := .agents/bin/python -m pip --disable-pip-version-check --no-input -q install -c .agents/constraints.txt
 
-clients: .clients/.made
-	.clients/bin/python -m pytest tests/serve/test_clients.py $(ARGS)
+clients: .clients/.made .agents/.made
+	.clients/bin/python -m pytest tests/serve/test_clients.py tests/serve/test_tool_clients.py $(ARGS)
+	.agents/bin/python -m pytest tests/serve/test_tool_clients.py $(ARGS)
 
 .clients/.made: constraints-clients.txt constraints.txt pyproject.toml setup.py
 	@echo "installing the clients into .clients"
@@ -187,6 +189,14 @@ clients: .clients/.made
 	@$(call OVER,constraints-clients.txt) > .clients/constraints.txt
 	@$(CLIENTS) setuptools wheel
 	@$(CLIENTS) --no-build-isolation -e '.[test,clients]'
+	@touch $@
+
+.agents/.made: constraints-agents.txt constraints.txt pyproject.toml setup.py
+	@echo "installing the agents into .agents"
+	@$(PYTHON) -m venv .agents
+	@$(call OVER,constraints-agents.txt) > .agents/constraints.txt
+	@$(AGENTS) setuptools wheel
+	@$(AGENTS) --no-build-isolation -e '.[test,agents]'
 	@touch $@
 
 # All three run, whatever the others say.
@@ -210,4 +220,4 @@ format: $(VENV)/.lint
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .clients .oldest artifact .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist ./*.egg-info
+	rm -rf $(VENV) .clients .agents .oldest artifact .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist ./*.egg-info
