@@ -40,7 +40,7 @@ def config_of(shape: str) -> dict[str, object]:
     """config.json of a shape."""
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 8192, "rope_theta": 500000.0, "rope_scaling": ROPE, "attention_bias": False,
+        "max_position_embeddings": 16384, "rope_theta": 500000.0, "rope_scaling": ROPE, "attention_bias": False,
         "mlp_bias": False, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2, **SHAPES[shape],
     }  # fmt: skip
 

@@ -1,15 +1,99 @@
 """optkit: a compiler-driven optimization toolkit for language models.
 
-Importing the package is cheap by design: neither torch nor transformers is imported, so ``optkit --help`` answers at
-once. Import from the submodules:
+The Python API, described in docs/python.md:
 
-- ``optkit.capture.capture``: a Hugging Face causal LM becomes an ``optkit.graph.ir.Graph``;
-- ``optkit.passes``: the table of graph passes;
-- ``optkit.pipeline.driver``: check, apply, verify, predict, measure, keep or roll back;
-- ``optkit.artifact``: write, verify and open the artifact directory;
-- ``optkit.runtime``: the engine for serving an artifact.
+- ``optkit.optimize(model, recipe, out)`` compiles a model by a recipe into an artifact;
+- ``optkit.load(artifact)`` gives an ``LLM`` with ``generate``, ``chat``, ``stream``, ``embed`` and ``logprobs``;
+- ``optkit.bench(artifact)`` measures latency and throughput over HTTP;
+- ``optkit.recipe(...)`` reads a recipe, or builds a recipe in Python;
+- ``optkit.OptkitError`` is the base of the errors above.
+
+Importing the package is cheap by design: neither torch nor transformers is imported before a function is called, so
+``optkit --help`` answers at once.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from optkit.version import VERSION as __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from optkit.api.bench import BenchReport, bench
+    from optkit.api.llm import LLM, load
+    from optkit.api.optimize import OptimizeResult, optimize
+    from optkit.api.progress import ProgressEvent
+    from optkit.api.recipe import recipe
+    from optkit.api.results import (
+        Choice,
+        Completion,
+        Completions,
+        Embeddings,
+        ScoredText,
+        TextPiece,
+        TokenScore,
+        ToolCall,
+    )
+    from optkit.errors import EngineError, OptkitError, UnsupportedModel, UserError
+    from optkit.recipe.schema import Recipe
+
+__all__ = [
+    "LLM",
+    "BenchReport",
+    "Choice",
+    "Completion",
+    "Completions",
+    "Embeddings",
+    "EngineError",
+    "OptimizeResult",
+    "OptkitError",
+    "ProgressEvent",
+    "Recipe",
+    "ScoredText",
+    "TextPiece",
+    "TokenScore",
+    "ToolCall",
+    "UnsupportedModel",
+    "UserError",
+    "__version__",
+    "bench",
+    "load",
+    "optimize",
+    "recipe",
+]
+
+MODULES = {  # of public names, below this package
+    "api.bench": ("BenchReport",),
+    "api.llm": ("LLM", "load"),
+    "api.optimize": ("OptimizeResult", "optimize"),
+    "api.progress": ("ProgressEvent",),
+    "api.results": (
+        *(
+            "Choice",
+            "Completion",
+            "Completions",
+            "Embeddings",
+            "ScoredText",
+            "TextPiece",
+            "TokenScore",
+            "ToolCall",
+        ),
+    ),
+    "errors": ("EngineError", "OptkitError", "UnsupportedModel", "UserError"),
+    "recipe.schema": ("Recipe",),
+}
+PACKAGES = ("bench", "recipe")  # functions, too: optkit.callable_package
+
+
+def __getattr__(name: str) -> Any:
+    if name in PACKAGES:
+        return importlib.import_module(f"optkit.{name}")
+    for module, names in MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"optkit.{module}"), name)
+    raise AttributeError(f"module 'optkit' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,8 +1,8 @@
-"""Errors that a user can cause, printed as one line each.
+"""The exceptions of optkit, printed as one line each.
 
 A ``UserError`` is a mistake that a user can make: a missing file, an unknown recipe key, a port in use. The error
-carries the problem, the place and the remedy. The CLI prints a panel and exits with code 2. Any other exception is a
-bug in optkit and exits with code 1.
+carries the problem, the place and the remedy. The CLI prints a panel and exits with code 2. An ``EngineError`` is a
+failure of a loaded model. Any other exception is a bug in optkit and exits with code 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ REFUSALS = {  # of the operating system: a full disk, a path without permission
 CODE_IN_TEXT = re.compile(r"\(os error (\d+)\)")
 
 
-class UserError(Exception):
+class OptkitError(Exception):
+    """The base of the exceptions of optkit."""
+
+
+class EngineError(OptkitError):
+    """The engine process ended, or the model failed on a request."""
+
+
+class UserError(OptkitError):
     """A mistake the user can fix.
 
     Args:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from optkit.errors import UserError
+from optkit.errors import UserError, refusal
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -69,3 +69,8 @@ def missing_package(error: ModuleNotFoundError) -> UserError | None:
     if not package or package == "optkit":
         return None
     return UserError(f"the package '{package}' is not installed", fix=f"pip install {package}")
+
+
+def explained(error: Exception) -> UserError | None:
+    """The user error for a missing package or a refusal by the operating system; None for any other error."""
+    return missing_package(error) if isinstance(error, ModuleNotFoundError) else refusal(error)

@@ -1,15 +1,16 @@
 """The pass table: a file for each pass, and a row here, ``name: "module:Class"``, imported on use.
 
-Passes from other packages come through the entry-point group ``optkit.passes``.
+Passes from other packages come through the entry-point group ``optkit.passes`` (``optkit.plugins``).
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
+from optkit import plugins
 from optkit.errors import UserError, nearest
+from optkit.plugins import PlugIn, PlugInError
 
 if TYPE_CHECKING:
     from optkit.passes.base import Pass
@@ -39,27 +40,54 @@ PASSES: dict[str, str] = {
 
 
 def names() -> list[str]:
-    """Every known pass, built in and installed."""
-    return [*PASSES, *(e.name for e in entry_points(group="optkit.passes") if e.name not in PASSES)]
+    """Every known pass, built in and of plug-ins."""
+    return list(dict.fromkeys([*PASSES, *(plugin.name for plugin in plugins.installed(plugins.PASSES))]))
 
 
-def entry_point(name: str) -> EntryPoint | None:
-    """The entry point of pass ``name`` in an installed package; None for a built-in or unknown pass."""
-    if name in PASSES:
-        return None
-    return next((entry for entry in entry_points(group="optkit.passes") if entry.name == name), None)
+def is_known(name: str) -> bool:
+    """True for the name of a pass, built in or of a plug-in."""
+    return name in PASSES or any(plugin.name == name for plugin in plugins.installed(plugins.PASSES))
+
+
+def plug_in(name: str) -> PlugIn | None:
+    """The plug-in with pass ``name``; None for a built-in or unknown pass."""
+    return None if name in PASSES else plugins.find(plugins.PASSES, name)
 
 
 def load(name: str) -> type[Pass]:
-    """The class of pass ``name``.
+    """The class of pass ``name``; with a pass of a plug-in, the ops of plug-ins are registered.
 
     Raises:
-        UserError: an unknown pass; the message has the nearest name.
+        UserError: an unknown pass; the message has the nearest name. A plug-in that can't be used.
     """
     if name in PASSES:
         module, _, attribute = PASSES[name].partition(":")
         return getattr(import_module(module), attribute)
-    entry = entry_point(name)
-    if entry is not None:
-        return entry.load()
-    raise UserError(f"there is no pass '{name}'", fix=nearest(name, names()))
+    plugin = plug_in(name)
+    if plugin is None:
+        raise UserError(f"there is no pass '{name}'", fix=nearest(name, names()))
+    return load_plug_in(plugin)
+
+
+def load_plug_in(plugin: PlugIn) -> type[Pass]:
+    """The class of a plug-in's pass.
+
+    Raises:
+        PlugInError: the import failed, or the class breaks the contract.
+    """
+    from pydantic import BaseModel
+
+    from optkit.graph.ops.plugins import register_all
+    from optkit.passes.base import Pass, Stage
+
+    found = plugins.load(plugin)
+    if not (isinstance(found, type) and issubclass(found, Pass)):
+        raise PlugInError(plugin, "it is no subclass of optkit.passes.base.Pass")
+    if getattr(found, "name", None) != plugin.name:
+        raise PlugInError(plugin, f"the class has the name {getattr(found, 'name', None)!r}")
+    if not isinstance(getattr(found, "stage", None), Stage) or not issubclass(found.Config, BaseModel):
+        raise PlugInError(
+            plugin, "the class needs a stage of optkit.passes.base.Stage, and a pydantic Config"
+        )
+    register_all()
+    return found

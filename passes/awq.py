@@ -31,13 +31,17 @@ from optkit.passes.quantization.calibrated import (
 from optkit.passes.quantization.cost import Rates, Shapes, Text
 from optkit.passes.quantization.formats import WeightFormat
 from optkit.passes.quantization.grid import QuantizedWeight, fit_groups, group_of, nearest_codes
+from optkit.passes.quantization.overrides import LayerOverrides
 from optkit.passes.quantization.resume import FinishedGroups
+from optkit.passes.quantization.schemes import SCHEME_OPTIONS
 from optkit.passes.rewriting.folding import fold, readers, why_not_foldable
 
 UNCLIPPED = ("q_proj", "k_proj", "query", "key")
 
 
-class AWQConfig(CalibratedConfig):
+class AWQConfig(LayerOverrides, CalibratedConfig):
+    overridable = (*SCHEME_OPTIONS, "clip")
+
     duo_scaling: bool = Field(True, description="let weights' magnitudes count in the scale, too")
     clip: bool = Field(True, description="search the range of each group")
 
@@ -88,7 +92,7 @@ class AWQ(CalibratedQuantization):
         (node,) = site.nodes
         grid = fmt.grid
         scale, minimum = fit_groups(weight, grid)
-        if self.config.clip:
+        if self.config_for(graph, node).clip:
             of_experts = node.target is reference.expert_linear
             rows = torch.arange(len(weight)) if of_experts else clipped_rows(graph, site.name, node)
             scale[rows], minimum[rows] = search_clip(weight[rows], grid, moments.hessian)

@@ -25,7 +25,7 @@ from optkit.passes.rewriting.stack import (
 )
 
 aten = torch.ops.aten
-THROUGH = ops.having(lambda op: op.per_head) | {aten.reshape.default, aten.transpose.int}
+VIEWS = (aten.reshape.default, aten.transpose.int)
 
 
 class FuseQKV(Pass):
@@ -59,6 +59,6 @@ class FuseQKV(Pass):
 
 def projection(node: fx.Node) -> fx.Node | None:
     """The linear an attention input comes from, through reshapes, norms and RoPE."""
-    while isinstance(node, fx.Node) and node.target in THROUGH:
+    while isinstance(node, fx.Node) and (node.target in VIEWS or ops.is_per_head(node.target)):
         node = node.args[0]
     return node if isinstance(node, fx.Node) and node.target in LINEARS else None

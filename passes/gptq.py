@@ -8,7 +8,7 @@ channels with the largest activations first and keeps the order of the groups, s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -26,10 +26,14 @@ from optkit.passes.quantization.cost import Rates, Shapes, Text
 from optkit.passes.quantization.formats import PackedFormat, WeightFormat
 from optkit.passes.quantization.gptq_solver import ActOrder, gptq
 from optkit.passes.quantization.grid import Grid, QuantizedWeight
+from optkit.passes.quantization.overrides import LayerOverrides
+from optkit.passes.quantization.schemes import SCHEME_OPTIONS
 from optkit.passes.quantization.targets import members
 
 
-class GPTQConfig(CalibratedConfig):
+class GPTQOptions(CalibratedConfig):
+    """Options of the solver, for ``gptq`` and ``mixed_precision``."""
+
     damping: float = Field(0.01, gt=0, le=1, description="of the mean of H's diagonal, added to it")
     actorder: ActOrder | None = Field("static", description="round channels of large activations first")
     clip: bool = Field(True, description="shrink groups' ranges where that costs less; needs static groups")
@@ -43,14 +47,20 @@ class GPTQConfig(CalibratedConfig):
         return self
 
 
+class GPTQConfig(LayerOverrides, GPTQOptions):
+    overridable = (*SCHEME_OPTIONS, "damping", "actorder", "clip")
+
+
 class GPTQ(CalibratedQuantization):
     name = "gptq"
-    Config = GPTQConfig
+    Config: ClassVar[type[GPTQOptions]] = GPTQConfig
 
     def check(self, graph: Graph, ctx: PassContext) -> Plan:
         plan = super().check(graph, ctx)
-        for site in plan.sites if self.config.actorder == "group" else ():
-            if len(members(graph, site.nodes[0], site.name)) > 1:
+        for site in plan.sites:
+            (node,) = site.nodes
+            grouped = self.config_for(graph, node).actorder == "group"
+            if grouped and len(members(graph, node, site.name)) > 1:
                 raise UserError(
                     f"actorder 'group' gives every layer an order of its own, and {site.name} is several in one",
                     where="gptq",
@@ -61,7 +71,8 @@ class GPTQ(CalibratedQuantization):
     def solve_weight(
         self, graph: Graph, site: Site, weight: Tensor, fmt: WeightFormat, moments: Moments
     ) -> dict[str, Tensor]:
-        return fmt.pack(self.solution(weight, fmt.grid, moments.hessian))
+        (node,) = site.nodes
+        return fmt.pack(solution(self.config_for(graph, node), weight, fmt.grid, moments.hessian))
 
     def seconds(
         self, rates: Rates, layers: Sequence[Shapes], text: Text, walks: tuple[float, float]
@@ -70,20 +81,21 @@ class GPTQ(CalibratedQuantization):
 
     def solving(self, rates: Rates, layers: Sequence[Shapes]) -> float:
         every = [shape for shapes in layers for shape in shapes]
-        return rates.gptq(every) + (rates.clips(every) if self.clips else 0.0)
+        return rates.gptq(every) + (rates.clips(every) if clips(self.config) else 0.0)
 
-    @property
-    def clips(self) -> bool:
-        """True where ranges are searched: static grids, known before the first column is rounded."""
-        return bool(self.config.clip and self.config.actorder == "static")
 
-    def solution(self, weight: Tensor, grid: Grid, hessian: Tensor) -> QuantizedWeight:
-        """Weight [N, K] on ``grid``, as the options say."""
-        return gptq(
-            weight,
-            hessian,
-            grid,
-            damping=self.config.damping,
-            actorder=self.config.actorder,
-            fitted=search_clip(weight, grid, hessian) if self.clips else None,
-        )
+def clips(config: GPTQOptions) -> bool:
+    """True where ranges are searched: static grids, known before the first column is rounded."""
+    return bool(config.clip and config.actorder == "static")
+
+
+def solution(config: GPTQOptions, weight: Tensor, grid: Grid, hessian: Tensor) -> QuantizedWeight:
+    """Weight [N, K] on ``grid``, as ``config`` says."""
+    return gptq(
+        weight,
+        hessian,
+        grid,
+        damping=config.damping,
+        actorder=config.actorder,
+        fitted=search_clip(weight, grid, hessian) if clips(config) else None,
+    )

@@ -28,10 +28,14 @@ from optkit.graph.ir import Graph, module_name
 from optkit.passes.base import PassContext, PassResult, Plan, Skip
 from optkit.passes.quantization.formats import Int8Format
 from optkit.passes.quantization.linear import LinearQuantization, LinearQuantizationConfig, weight_stats
+from optkit.passes.quantization.overrides import LayerOverrides
 from optkit.passes.quantization.targets import Patterns, listed
+from optkit.passes.rewriting.stack import site_name
 
 
-class Int8Config(LinearQuantizationConfig):
+class Int8Config(LayerOverrides, LinearQuantizationConfig):
+    overridable = ("group_size",)
+
     group_size: Literal[0, 32, 64, 96, 128, 192] = Field(
         0, description="channels that share a scale; 0 is one scale a token and output channel"
     )
@@ -49,9 +53,11 @@ class Int8(LinearQuantization):
     name = "int8"
     Config = Int8Config
 
-    def format_for(self, graph: Graph, node: fx.Node, name: str) -> Int8Format:
-        weight_only = listed(self.config.weight_only, graph, node, name)
-        return Int8Format(self.config.group_size, weight_only)
+    def format_for(self, graph: Graph, node: fx.Node, name: str) -> Int8Format | str:
+        config = self.config_for(graph, node)
+        if isinstance(config, str):
+            return config
+        return Int8Format(config.group_size, listed(config.weight_only, graph, node, site_name(graph, node)))
 
     def check(self, graph: Graph, ctx: PassContext) -> Plan:
         plan = super().check(graph, ctx)

@@ -27,7 +27,7 @@ from optkit.graph.ir import Graph
 from optkit.graph.shapes import Point, infer_shapes
 from optkit.lowering.cost import node_cost
 from optkit.passes.base import PassContext, PassResult, Plan, Site
-from optkit.passes.gptq import GPTQ, GPTQConfig
+from optkit.passes.gptq import GPTQ, GPTQOptions, solution
 from optkit.passes.quantization.assignment import Choice, assign
 from optkit.passes.quantization.calibrated import Moments, SharedInput, walk_through
 from optkit.passes.quantization.cost import Rates, Shapes, Text
@@ -43,7 +43,7 @@ from optkit.recipe.schema import Bytes
 DECODE = Point(1, 1, 512)
 
 
-class MixedPrecisionConfig(GPTQConfig):
+class MixedPrecisionConfig(GPTQOptions):
     schemes: list[str] = Field(
         default_factory=lambda: ["W4A8", "W8A8"], min_length=2, max_length=8,
         description="what a layer may get, as 'W4A8' or with a group size 'W4A8:64'",
@@ -77,7 +77,7 @@ def parsed(scheme: str) -> WeightFormat:
 
 class MixedPrecision(GPTQ):
     name = "mixed_precision"
-    Config = MixedPrecisionConfig  # type: ignore[assignment]
+    Config = MixedPrecisionConfig
     takes_experts = False  # their errors are not measured
 
     def __init__(self, config: Any = None) -> None:
@@ -219,8 +219,8 @@ class MixedPrecision(GPTQ):
         measured: dict[Any, tuple[float, float]] = {}
         for fmt, error in sorted(zip(formats, errors, strict=True), key=lambda pair: -pair[1]):
             if treatment(fmt) not in measured or self.config.max_kld:
-                solution = self.solution(weight, fmt.grid, hessian)
-                loss = divergence.of(alone(graph, site, fmt, fmt.pack(solution))[0])
+                rounded = solution(self.config, weight, fmt.grid, hessian)
+                loss = divergence.of(alone(graph, site, fmt, fmt.pack(rounded))[0])
                 measured[fmt] = measured[treatment(fmt)] = loss, error
         return [expected_loss(fmt, error, measured) for fmt, error in zip(formats, errors, strict=True)]
 

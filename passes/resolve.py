@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args
 
@@ -14,9 +16,16 @@ from pydantic import BaseModel, ValidationError
 
 from optkit.errors import UserError, nearest
 from optkit.passes.base import Stage
+from optkit.plugins import PlugInError
 from optkit.recipe.errors import explain
-from optkit.recipe.schema import Keep, PassEntry, Recipe
+from optkit.recipe.extend import EXTENDS, LEFT_OUT
+from optkit.recipe.schema import LABEL, Keep, PassEntry, Recipe
 from optkit.recipe.strict_yaml import Document, KeyPath
+
+log = logging.getLogger(__name__)
+
+LABELLED = rf"{LABEL}[a-z0-9][a-z0-9_.-]{{0,63}}"
+PASS_KEY = re.compile(rf"[^{LABEL}]+({LABELLED})?", re.ASCII)
 
 
 class ResolvedPass(NamedTuple):
@@ -64,8 +73,10 @@ def resolve_alternatives(entry: PassEntry, document: Document) -> Alternatives:
     from optkit import passes  # type: ignore[attr-defined]
 
     where = document.where(("passes", entry.name))
-    if entry.name in passes.names():
-        raise UserError(f"'{entry.name}' is a pass", where=where, fix="give 'one_of' a label of your own")
+    if passes.is_known(entry.pass_name):
+        raise UserError(
+            f"'{entry.pass_name}' is a pass", where=where, fix="give 'one_of' a label of your own"
+        )
     candidates = []
     for index, candidate in enumerate(entry.one_of or ()):
         path = ("passes", entry.name, "one_of", index)
@@ -107,10 +118,13 @@ def resolve_entry(entry: PassEntry, document: Document, path: KeyPath) -> Resolv
     """Look up the pass in the table and validate ``entry.config``, at ``path``, with the pass's ``Config``."""
     from optkit import passes  # type: ignore[attr-defined]
 
-    if entry.name not in passes.names():
-        fix = nearest(entry.name, passes.names())
-        raise UserError(f"unknown pass '{entry.name}'", where=document.where(path), fix=fix)
-    pass_class = passes.load(entry.name)
+    if not passes.is_known(entry.pass_name):
+        fix = nearest(entry.pass_name, passes.names())
+        raise UserError(f"unknown pass '{entry.pass_name}'", where=document.where(path), fix=fix)
+    if not PASS_KEY.fullmatch(entry.name):
+        fix = f"write {entry.pass_name}{LABEL}LABEL with small letters, digits, '-', '_' or '.'"
+        raise UserError(f"'{entry.name}' has no good label", where=document.where(path), fix=fix)
+    pass_class = passes.load(entry.pass_name)
     model: type[BaseModel] = pass_class.Config
     try:
         config = model.model_validate(copy.deepcopy(entry.config))
@@ -125,7 +139,22 @@ def recipe_json_schema() -> dict[str, Any]:
     definitions = schema["$defs"]
     del definitions["PassEntry"]
     schema["properties"]["passes"] = passes_schema(definitions)
+    schema["properties"][EXTENDS] = {
+        "type": "string",
+        "description": "The recipe, by name or file, to which this file is the changes.",
+    }
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def usable(name: str) -> Any:
+    """The class of pass ``name``; None for a plug-in that can't be used, with a line in the log."""
+    from optkit import passes  # type: ignore[attr-defined]
+
+    try:
+        return passes.load(name)
+    except PlugInError as error:
+        log.warning("%s", error)
+        return None
 
 
 def passes_schema(definitions: dict[str, Any]) -> dict[str, Any]:
@@ -134,14 +163,22 @@ def passes_schema(definitions: dict[str, Any]) -> dict[str, Any]:
     try:
         from optkit import passes  # type: ignore[attr-defined]
 
-        models = {name: passes.load(name).Config for name in passes.names()}
+        models = {name: found.Config for name in passes.names() if (found := usable(name))}
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("optkit"):
             raise
         # Without torch: any pass, any options.
         return schema | {"additionalProperties": {"type": ["object", "null"]}}
-    properties = {name: _options_schema(name, model, definitions) for name, model in models.items()}
-    candidate = {"type": "object", "properties": dict(properties), "additionalProperties": False}
+    options = {name: _options_schema(name, model, definitions) for name, model in models.items()}
+    again = {f"^{re.escape(name)}{LABELLED}$": {"$ref": f"#/$defs/pass.{name}"} for name in options}
+    definitions |= {f"pass.{name}": found for name, found in options.items()}
+    named = {name: {"$ref": f"#/$defs/pass.{name}"} for name in options}
+    candidate = {
+        "type": "object",
+        "properties": named,
+        "patternProperties": again,
+        "additionalProperties": False,
+    }
     candidate |= {"minProperties": 1, "maxProperties": 8}
     label = {
         "type": "object",
@@ -150,13 +187,25 @@ def passes_schema(definitions: dict[str, Any]) -> dict[str, Any]:
         "required": ["one_of"],
         "additionalProperties": False,
     }
-    return schema | {"properties": properties, "additionalProperties": label}
+    left_out = {"const": LEFT_OUT, "description": "With extends: leave this pass of the extended recipe out."}
+    single = {name: {"anyOf": [found, left_out]} for name, found in named.items()}
+    repeated = {pattern: {"anyOf": [found, left_out]} for pattern, found in again.items()}
+    other = {"anyOf": [label, left_out]}
+    return schema | {"properties": single, "patternProperties": repeated, "additionalProperties": other}
 
 
 def _options_schema(name: str, model: type[BaseModel], definitions: dict[str, Any]) -> dict[str, Any]:
     options = model.model_json_schema(ref_template=f"#/$defs/{name}.{{model}}")
     for key, value in options.pop("$defs", {}).items():
         definitions[f"{name}.{key}"] = value
-    options.setdefault("properties", {})["accept"] = {"$ref": "#/$defs/Accept"}
-    options["properties"]["keep"] = {"enum": list(get_args(Keep)), "default": "unless_worse"}
+    properties = options.setdefault("properties", {})
+    if names := getattr(model, "overridable", ()):
+        of_layer = {name: properties[name] for name in names}
+        properties["overrides"]["additionalProperties"] = {
+            "type": "object",
+            "properties": of_layer,
+            "additionalProperties": False,
+        }
+    properties["accept"] = {"$ref": "#/$defs/Accept"}
+    properties["keep"] = {"enum": list(get_args(Keep)), "default": "unless_worse"}
     return {"anyOf": [options, {"type": "null"}]}

@@ -11,12 +11,18 @@ from torch import fx
 from optkit.graph.ir import Graph
 from optkit.passes.quantization.formats import WeightFormat
 from optkit.passes.quantization.linear import LinearQuantization
-from optkit.passes.quantization.schemes import SchemeConfig
+from optkit.passes.quantization.overrides import LayerOverrides
+from optkit.passes.quantization.schemes import SCHEME_OPTIONS, SchemeConfig
+
+
+class RTNConfig(LayerOverrides, SchemeConfig):
+    overridable = SCHEME_OPTIONS
 
 
 class RTN(LinearQuantization):
     name = "rtn"
-    Config = SchemeConfig
+    Config = RTNConfig
 
     def format_for(self, graph: Graph, node: fx.Node, name: str) -> WeightFormat | str:
-        return self.config.format_for(graph, node)
+        config = self.config_for(graph, node)
+        return config if isinstance(config, str) else config.format_for(graph, node)

@@ -21,7 +21,6 @@ from optkit.passes.rewriting.stack import LINEARS
 
 aten = torch.ops.aten
 
-ROW_BY_ROW = ops.having(lambda op: op.row_wise)
 POINTWISE = {aten.add.Tensor, aten.mul.Tensor, aten.relu.default, aten.gelu.default, aten.silu.default}
 SPLITS = {aten.split.Tensor, aten.split_with_sizes.default}
 
@@ -62,7 +61,7 @@ def row_by_row_before(select: fx.Node) -> list[fx.Node]:
 
 
 def is_row_by_row(node: fx.Node) -> bool:
-    if node.target in ROW_BY_ROW or node.target is operator.getitem:
+    if ops.is_row_wise(node.target) or node.target is operator.getitem:
         return True
     if node.target in POINTWISE:  # a tensor from elsewhere might broadcast along rows
         return all(a.op == "call_function" for a in node.all_input_nodes)

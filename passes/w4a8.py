@@ -22,9 +22,12 @@ from torch import fx
 from optkit.graph.ir import Graph
 from optkit.passes.quantization.formats import Int4Format
 from optkit.passes.quantization.linear import LinearQuantization, LinearQuantizationConfig
+from optkit.passes.quantization.overrides import LayerOverrides
 
 
-class W4A8Config(LinearQuantizationConfig):
+class W4A8Config(LayerOverrides, LinearQuantizationConfig):
+    overridable = ("group_size", "symmetric", "activation_group_size")
+
     group_size: Literal[32, 64, 96, 128, 192] = Field(
         32, description="channels of a weight row that share a scale"
     )
@@ -45,6 +48,9 @@ class W4A8(LinearQuantization):
     name = "w4a8"
     Config = W4A8Config
 
-    def format_for(self, graph: Graph, node: fx.Node, name: str) -> Int4Format:
-        own, group = self.config.activation_group_size, self.config.group_size
-        return Int4Format(group, self.config.symmetric, group if own is None else own)
+    def format_for(self, graph: Graph, node: fx.Node, name: str) -> Int4Format | str:
+        config = self.config_for(graph, node)
+        if isinstance(config, str):
+            return config
+        own, group = config.activation_group_size, config.group_size
+        return Int4Format(group, config.symmetric, group if own is None else own)

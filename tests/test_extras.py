@@ -41,7 +41,11 @@ def undeclared(module: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "module", [*(place.partition(":")[0] for place in COMMANDS.values()), "optkit.cli.recipe"]
+    "module",
+    [
+        *(place.partition(":")[0] for place in COMMANDS.values()),
+        *("optkit.cli.recipe", "optkit.api.llm", "optkit.api.recipe"),
+    ],
 )
 def test_commands_reach_only_packages_that_are_declared(module: str) -> None:
     assert undeclared(module) == []

@@ -102,7 +102,16 @@ def test_input_is_never_validated_with_assert() -> None:
 
 # The order of the data flow. A package imports only packages that stand before it.
 PACKAGES = (
-    *("version", "errors", "cancellation", "extras", "json_names", "untrusted_json"),
+    *(
+        "version",
+        "errors",
+        "cancellation",
+        "callable_package",
+        "extras",
+        "json_names",
+        "plugins",
+        "untrusted_json",
+    ),
     *(
         "machine",
         "recipes",
@@ -115,7 +124,7 @@ PACKAGES = (
         "calibration",
         "artifact",
     ),
-    *("runtime", "capture", "evaluation", "passes", "pipeline", "serve", "bench", "cli"),
+    *("runtime", "capture", "evaluation", "passes", "pipeline", "serve", "bench", "api", "cli"),
 )
 
 

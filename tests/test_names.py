@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+import optkit
+from optkit import plugins
 from tools import structure
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -106,7 +108,12 @@ def is_dangling(name: str, is_docstring: bool) -> bool:
 
 
 def resolves(name: str) -> bool:
-    """Return True for a module, or for a module followed by identifiers of the module."""
+    """Return True for a module, or for a module followed by identifiers of the module.
+
+    Names of the Python API are attributes of the package, and groups of entry points are named like modules.
+    """
+    if name in plugins.GROUPS or name.split(".")[1] in optkit.__all__:
+        return True
     modules = identifiers()
     module = structure.nearest(name, {*modules, "optkit.recipes"})
     rest = name.removeprefix(module).strip(".").split(".") if name != module else []

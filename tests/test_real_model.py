@@ -150,7 +150,7 @@ TOOLS = [
 NAMED = {"type": "function", "function": {"name": "get_time"}}
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(100, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [2, pytest.param(100, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     ("choice", "names"), [("required", {"get_weather", "get_time"}), (NAMED, {"get_time"})]
 )
@@ -159,7 +159,8 @@ def test_required_tool_calls_are_valid_at_high_temperature(
 ) -> None:
     """Judged by jsonschema, a library of its own."""
     app = create_app(SteppedEngine(engine), Tokenizer.from_directory(artifact), settings(max_model_len=512))
-    body = {"tools": TOOLS, "tool_choice": choice, "temperature": 1.2, "max_tokens": 250}
+    body = {"tools": TOOLS, "tool_choice": choice, "temperature": 1.2, "max_tokens": 100}
+    body["parallel_tool_calls"] = False
     finished = 0
     for seed in range(count):
         asked = [{"role": "user", "content": f"What about place {seed}?"}]

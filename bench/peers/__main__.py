@@ -26,7 +26,8 @@ from optkit.errors import UserError, nearest
 from optkit.text.load import load_tokenizer
 
 PEERS: dict[str, Callable[[str], Peer]] = {
-    "transformers-fp32": Transformers,
+    "transformers-fp32": partial(Transformers, "float32"),
+    "transformers-bf16": partial(Transformers, "bfloat16"),
     "llama.cpp-q4_0": partial(LlamaCpp, "Q4_0"),
     "llama.cpp-q8_0": partial(LlamaCpp, "Q8_0"),
     "openvino-q4_1": partial(OpenVino, "Q4_1"),
@@ -35,7 +36,8 @@ PEERS: dict[str, Callable[[str], Peer]] = {
     "vllm-bf16": partial(Vllm, "bf16"),
     "vllm-fp32": partial(Vllm, "fp32"),
 }
-DEFAULT = [name for name in PEERS if not name.startswith("vllm")]  # vLLM takes 3 GB and minutes to start
+# vLLM takes 3 GB and minutes to start; bfloat16 is slower than float32 for small models, and without its instructions
+DEFAULT = [name for name in PEERS if not name.startswith("vllm") and name != "transformers-bf16"]
 RESULTS = ROOT / "bench" / "results"
 LOCAL = {NATIVE: RESULTS / "peers-local.json", AVX2: RESULTS / "peers-local-avx2.json"}
 

@@ -1,4 +1,4 @@
-"""Sixty schemas as clients send them: records, tools, extraction, unions, recursion, bounds, patterns, formats."""
+"""Sixty schemas in the manner of clients: records, tools, extraction, unions, recursion, bounds, patterns, formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The time of grammars, of hostile constraints, of constrained tokens beside free ones, and of forced tokens."""
+"""The time of grammars, of hostile constraints, of constrained and free tokens, and of forced tokens."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ HOSTILE = {
 
 
 def compiling(tokenizer: Tokenizer) -> dict[str, Any]:
-    """A grammar of each schema alone, and with the way to the process that compiles on trial; hostile ones."""
+    """Seconds to compile each schema, alone and through the checking process, and for hostile constraints."""
     tokens = grammar.vocabulary(tokenizer.to_json(), tokenizer.vocab_size)
     alone = [
         _seconds(lambda s=schema: grammar.compiled(constraint(s), tokens)) for schema in SCHEMAS.values()
@@ -148,7 +148,7 @@ def forcing(engine: Engine, tokenizer: Tokenizer, rounds: int) -> dict[str, Any]
 
 
 def _timed(engine: Engine, prompt: list[int], params: SamplingParams) -> tuple[list[int], float]:
-    """An answer and its seconds."""
+    """An answer, and the seconds for the answer."""
     start = time.perf_counter()
     (answer,) = engine.generate([prompt], params)
     return answer, time.perf_counter() - start

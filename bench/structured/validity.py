@@ -26,8 +26,8 @@ class Tally:
     """The answers so far.
 
     Attributes:
-        cut: answers that ended by ``max_tokens``.
-        wrong: schema, text and reason of each answer that is not valid.
+        cut: answers ended by ``max_tokens``.
+        wrong: schema, text and reason of each invalid answer.
         tokens: generated.
     """
 
@@ -103,7 +103,7 @@ def _requests(
 
 @contextmanager
 def timed_masks() -> Iterator[list[float]]:
-    """The seconds of each mask that the engine computes, as the engine meets them: between two steps of the model."""
+    """The seconds of each mask of the engine, between two steps of the model."""
     seconds: list[float] = []
     allowed = SequenceMatcher.allowed
 

@@ -8,7 +8,7 @@ any pass. Speed-ups are measured against the plain kernel.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -23,6 +23,14 @@ PLAIN = "plain"
 PLAIN_KERNELS = {"cpu": "sdpa"}  # by kind of target; on other kinds the best kernel
 
 
+_OF_PLUGINS: dict[str, list[Kernel]] = {}
+
+
+def add(kind: str, rows: Sequence[Kernel]) -> None:
+    """Add kernels for ops of a plug-in, for targets of ``kind``."""
+    _OF_PLUGINS.setdefault(kind, []).extend(rows)
+
+
 def table(kind: str = "cpu") -> tuple[Kernel, ...]:
     """The kernels for targets of ``kind``, best first for each op.
 
@@ -31,10 +39,10 @@ def table(kind: str = "cpu") -> tuple[Kernel, ...]:
     if kind == "cuda":
         from optkit.kernels import triton
 
-        return triton.kernels()
+        return (*triton.kernels(), *_OF_PLUGINS.get(kind, ()))
     from optkit.kernels import cpu
 
-    return cpu.kernels()
+    return (*cpu.kernels(), *_OF_PLUGINS.get(kind, ()))
 
 
 def select(

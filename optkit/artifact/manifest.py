@@ -62,6 +62,13 @@ class SourceEntry(Schema):
     notes: list[Annotated[str, Field(max_length=1000)]] = Field(default_factory=list)
 
 
+class PlugInEntry(Schema):
+    """A plug-in with ops in the graph."""
+
+    package: Name
+    version: Name
+
+
 class Manifest(Schema):
     """``optkit/manifest.json``. Files written by hand may leave out what only people read."""
 
@@ -72,6 +79,7 @@ class Manifest(Schema):
     recipe: dict[str, Any] = Field(default_factory=dict)
     passes: list[dict[str, Any]] = Field(default_factory=list)
     environment: dict[Name, Name] = Field(default_factory=dict)
+    plugins: dict[Name, PlugInEntry] = Field(default_factory=dict)
     files: dict[str, FileEntry]
     digest: Name = ""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from optkit.artifact.manifest import INTERNAL, NATIVE, problems, read_manifest
 from optkit.errors import UserError
+from optkit.plugins import MissingPlugIn
 from optkit.recipe.load import parse_recipe
 from optkit.recipe.schema import Recipe
 from optkit.untrusted_json import read_bounded
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from optkit.graph.ir import Graph, GraphMeta, Origin
     from optkit.graph.stored import StoredTensor
+    from optkit.graph.variants import SharedWeights
     from optkit.lowering.lower import Executable
 
 MAX_GRAPH_BYTES, MAX_RECIPE_BYTES = 256 << 20, 1 << 20
@@ -103,17 +105,37 @@ class Artifact:
             release(value.nbytes)
             return value.clone() if value.nbytes <= COPIED_BYTES else value
 
-        graph = graph_from_json(read_bounded(file, MAX_GRAPH_BYTES), load, where=str(file))
+        try:
+            graph = graph_from_json(read_bounded(file, MAX_GRAPH_BYTES), load, where=str(file))
+        except MissingPlugIn as error:
+            raise MissingPlugIn(error.name, error.what, str(file), self.remedy(error)) from error
         try:
             verify(graph)  # kernels take raw pointers: shapes are checked before anything runs
         except VerifyError as error:
             raise UserError(f"the graph is invalid: {error}", where=str(file)) from error
         return graph
 
-    def executable(self, *, trust_code: bool = False) -> Executable:
+    def remedy(self, error: MissingPlugIn) -> str:
+        """The remedy for a missing plug-in, with the package that the manifest names."""
+        found = self.manifest.get("plugins", {}).get(error.name)
+        if found is None:
+            return str(error.fix)
+        return f"install the package {found['package']}, of which {found['version']} was used"
+
+    def executable(
+        self,
+        *,
+        trust_code: bool = False,
+        shared: SharedWeights | None = None,
+        change: Callable[[Graph], Graph] | None = None,
+    ) -> Executable:
         """The graph lowered for the machine at hand. Weights packed by a kernel are freed: memory holds one copy.
 
         Compiled layers run if made on this machine by this user, or if trusted; nothing is compiled.
+
+        Args:
+            shared: keeps the packed weights for another executable of the artifact, or has those of another.
+            change: makes the lowered graph of the artifact's graph.
         """
         from optkit.lowering.compiled.hook import lower_with_code
         from optkit.lowering.precision import compute_dtype
@@ -126,9 +148,13 @@ class Artifact:
             fix="use it on a machine with an NVIDIA GPU; or optimize the model by a CPU recipe such as ttft-cpu",
         )
         graph = self.graph()
+        if shared is not None:
+            shared.names |= graph.weights.keys()
+        if change is not None:
+            graph = change(graph)
         drop_mapped_pages(self.directory)
         dtype = compute_dtype(self.recipe.runtime.compute_dtype)
-        options = {"consume": True, "packed": PageRelease(self.directory), "dtype": dtype}
+        options = {"consume": True, "packed": PageRelease(self.directory), "dtype": dtype, "shared": shared}
         executable = lower_with_code(graph, target, native=self.native, trust=trust_code, **options)
         drop_mapped_pages(self.directory)
         return executable

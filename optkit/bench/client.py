@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import httpx
 
@@ -25,6 +26,8 @@ MALFORMED = (
     IndexError,
     AttributeError,
 )  # of streams in another format
+Result = TypeVar("Result")
+
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
 
@@ -32,7 +35,17 @@ def run_workload(
     url: str, model: str, workload: RequestSchedule, api_key: str | None = None
 ) -> list[RequestRecord]:
     """Send all of ``workload`` to ``url`` (``http://host:port``). Return a record per request, in order."""
-    return asyncio.run(_run(url, model, workload, api_key))
+    return blocking(_run(url, model, workload, api_key))
+
+
+def blocking(work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of ``work``: on a loop in another thread where the calling thread runs a loop, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(asyncio.run, work).result()
 
 
 async def _run(url: str, model: str, workload: RequestSchedule, api_key: str | None) -> list[RequestRecord]:

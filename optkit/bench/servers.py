@@ -54,8 +54,9 @@ def optkit_command(artifact: Path, port: int) -> list[str]:
     ]
 
 
-def transformers_command(directory: Path, port: int) -> list[str]:
-    return [sys.executable, "-m", "optkit.bench.transformers_server", str(directory), "--port", str(port)]
+def transformers_command(directory: Path, port: int, dtype: str = "float32") -> list[str]:
+    options = ["--port", str(port), "--dtype", dtype]
+    return [sys.executable, "-m", "optkit.bench.transformers_server", str(directory), *options]
 
 
 @contextmanager

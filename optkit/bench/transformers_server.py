@@ -1,10 +1,10 @@
 """The transformers baseline: plain transformers behind a minimal streaming HTTP server.
 
 ``python -m optkit.bench.transformers_server DIR --port P`` serves ``/v1/completions`` for token-id prompts, so the
-benchmark's client measures transformers exactly as optkit. The model is loaded in float32 with the defaults of
-transformers (SDPA attention, dynamic KV cache) and decodes greedily: a forward per token with logits for the last
-position only, as in ``generate``, but without the bookkeeping of ``generate``. The baseline is therefore slightly
-generous. Requests run in turn, since the server has no continuous batching.
+benchmark's client measures transformers exactly as optkit. The model is loaded in float32 (``--dtype`` changes that)
+with the defaults of transformers (SDPA attention, dynamic KV cache) and decodes greedily: a forward per token with
+logits for the last position only, as in ``generate``, but without the bookkeeping of ``generate``. The baseline is
+therefore slightly generous. Requests run in turn, since the server has no continuous batching.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 
 from optkit.bench.completions import CompletionEvents, build_app
 
+DTYPES = ("float32", "bfloat16")
+
 
 class Greedy:
     """Greedy decoding of a single sequence with a transformers model."""
@@ -25,11 +27,14 @@ class Greedy:
         self.model = model
 
     @classmethod
-    def load(cls, directory: str) -> Greedy:
+    def load(cls, directory: str, dtype: str = "float32") -> Greedy:
+        """The model in ``directory``, in one of ``DTYPES``."""
         import torch
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=getattr(torch, dtype), local_files_only=True
+        )
         return cls(model.eval())
 
     def tokens(self, prompt_ids: list[int], max_tokens: int) -> Iterator[int]:
@@ -86,9 +91,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="plain transformers behind a streaming /v1/completions")
     parser.add_argument("directory")
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0])
     options = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(options.directory, local_files_only=True)
-    completions = Completions(Greedy.load(options.directory), tokenizer, "transformers")
+    completions = Completions(Greedy.load(options.directory, options.dtype), tokenizer, "transformers")
     uvicorn.run(completions.app(), host="127.0.0.1", port=options.port, log_level="warning")
 
 

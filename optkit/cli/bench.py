@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from optkit.api.bench import bench as measure
 from optkit.cli import console
 from optkit.cli.tables import print_table
-from optkit.errors import UserError, nearest
 from optkit.extras import need_extra
 
 if TYPE_CHECKING:
-    from optkit.bench.metrics import LatencyBounds
-    from optkit.bench.result import BenchResult
-    from optkit.bench.run import Progress, Side
-
-SLO_MISSED, OBJECTIVE_WORSE = 3, 4
-RECIPE = "recipe"  # value of --slo: the bounds of the artifact's recipe
+    from optkit.api.bench import BenchReport
 
 
 def _bounds_help(option: str) -> str:
@@ -118,131 +112,37 @@ def bench(
 
     Example: optkit bench artifact/ --baseline smollm2-135m --slo ttft:700
     """
-    need_extra("serve", "optkit bench")
-    from optkit.bench.metrics import DEFINITIONS
-    from optkit.bench.run import run_bench
-    from optkit.bench.workload import WorkloadConfig
-
-    if definitions not in DEFINITIONS:
-        raise UserError("unknown --definitions", where=definitions, fix=nearest(definitions, DEFINITIONS))
-    if slo and goodput:
-        raise UserError(
-            "--slo and --goodput both set the bounds", where="optkit bench", fix="give one of them"
-        )
-    bounds = recipe_bounds(artifact) if slo == RECIPE else parse_bounds(slo or goodput or "")
-    if request_rate is None and max_concurrency is None:
-        max_concurrency = 1
-    config = WorkloadConfig(num_prompts, input_len, output_len, max_concurrency, request_rate, seed)
-    config.check()
     with console.spinner("preparing") as progress:
-        sides = _sides(artifact, url, baseline, progress)
-        directory = _tokenizer_dir(tokenizer, artifact, baseline)
-        result = run_bench(sides, config, directory, rounds, num_warmups, bounds, definitions, progress)
+        report = measure(
+            artifact,
+            url=url,
+            baseline=baseline,
+            num_prompts=num_prompts,
+            input_len=input_len,
+            output_len=output_len,
+            max_concurrency=max_concurrency,
+            request_rate=request_rate,
+            rounds=rounds,
+            num_warmups=num_warmups,
+            slo=slo,
+            goodput=goodput,
+            definitions=definitions,
+            tokenizer=tokenizer,
+            seed=seed,
+            progress=lambda event: progress(event.text),
+        )
     if save_result:
-        result.save(save_result)
-    _print(result, as_json)
-    worse = baseline is not None and _worse_than_baseline(result, artifact)
-    if slo and result.slo_misses():
-        raise typer.Exit(SLO_MISSED)
-    if worse:
-        raise typer.Exit(OBJECTIVE_WORSE)
+        report.save(save_result)
+    _print(report, as_json)
+    if report.exit_code:
+        raise typer.Exit(report.exit_code)
 
 
-def parse_bounds(text: str) -> LatencyBounds:
-    """Parse ``ttft:700,tpot:50`` (milliseconds; commas or spaces) to LatencyBounds."""
-    from optkit.bench.metrics import LatencyBounds
-
-    values: dict[str, float] = {}
-    for part in text.replace(",", " ").split():
-        name, _, number = part.partition(":")
-        if name not in LatencyBounds.__dataclass_fields__:
-            raise UserError(
-                f"unknown metric: {name}", where=text, fix=nearest(name, LatencyBounds.__dataclass_fields__)
-            )
-        values[name] = _milliseconds(number, text)
-    return LatencyBounds(**values)
-
-
-def recipe_bounds(artifact: Path | None) -> LatencyBounds:
-    """The ``slo`` section of an artifact's recipe as bounds.
-
-    Raises:
-        UserError: there is no artifact, or the recipe has no SLO.
-    """
-    from optkit.artifact.open import Artifact
-    from optkit.bench.metrics import LatencyBounds
-
-    if artifact is None:
-        raise UserError("no recipe without an artifact", where="--slo recipe", fix="write --slo ttft:700")
-    slo = Artifact.open(artifact).recipe.slo
-    bounds = LatencyBounds(ttft=slo.ttft_ms, tpot=slo.tpot_ms)
-    if not bounds.bounds():
-        raise UserError("the artifact's recipe has no slo", where="--slo recipe", fix="write --slo ttft:700")
-    return bounds
-
-
-def _milliseconds(number: str, text: str) -> float:
-    try:
-        value = float(number)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise UserError(
-            f"not a positive number of milliseconds: {number!r}", where=text, fix="write ttft:700"
-        )
-    return value
-
-
-def _sides(artifact: Path | None, url: str | None, baseline: str | None, progress: Progress) -> list[Side]:
-    from optkit.bench.run import Side, artifact_side, baseline_sides
-    from optkit.bench.servers import API_KEY
-
-    if (artifact is None) == (url is None):
-        raise UserError(
-            "needs either an artifact or --url", where="optkit bench", fix="optkit bench artifact/"
-        )
-    if artifact is not None and not artifact.is_dir():
-        raise UserError("no such artifact", where=str(artifact), fix="optkit optimize MODEL -o DIR makes one")
-    first = (
-        Side("server", url=url, api_key=os.environ.get(API_KEY))
-        if artifact is None
-        else artifact_side(artifact)
-    )
-    return [first, *(baseline_sides(baseline, progress) if baseline else [])]
-
-
-def _tokenizer_dir(tokenizer: str | None, artifact: Path | None, baseline: str | None) -> str:
-    """Directory of the tokenizer: --tokenizer, else the artifact, else the baseline model."""
-    from optkit.checkpoint.locate import resolve
-
-    if tokenizer is None and artifact is not None:
-        return str(artifact)
-    model = tokenizer or baseline
-    if model is None:
-        raise UserError(
-            "prompts need a tokenizer", where="--url", fix="add --tokenizer MODEL or --baseline MODEL"
-        )
-    return str(resolve(model).directory)
-
-
-def _worse_than_baseline(result: BenchResult, artifact: Path | None) -> bool:
-    """Print the verdict of each side; True where the artifact is worse than a side. False without an artifact."""
-    if artifact is None:
-        return False
-    from optkit.artifact.open import Artifact
-    from optkit.bench.verdict import verdicts
-
-    objective = Artifact.open(artifact, verify=False).recipe.objective  # the server has checked the hashes
-    found = verdicts(result, objective)
-    for verdict in found:
-        style = "bold red" if verdict.worse else "green" if verdict.faster else "yellow"
-        console.stderr.print(verdict.line(), style=style)
-    return any(verdict.worse for verdict in found)
-
-
-def _print(result: BenchResult, as_json: bool) -> None:
+def _print(report: BenchReport, as_json: bool) -> None:
+    need_extra("serve", "optkit bench")
     from optkit.bench.table import legend, table
 
+    result = report.result
     for line in result.problems()[:10]:
         console.warn(line)
     if as_json:
@@ -253,3 +153,6 @@ def _print(result: BenchResult, as_json: bool) -> None:
             console.stdout.print(line, style="dim")
     for line in result.slo_misses():
         console.stderr.print(f"SLO missed: {line}", style="bold red")
+    for verdict in report.verdicts:
+        style = "bold red" if verdict.worse else "green" if verdict.faster else "yellow"
+        console.stderr.print(verdict.line(), style=style)

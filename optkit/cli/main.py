@@ -19,8 +19,8 @@ import typer
 from optkit import __version__
 from optkit.cli import console, recipe
 from optkit.cli.help import PlainCommand, summary
-from optkit.errors import UserError, refusal
-from optkit.extras import missing_package
+from optkit.errors import UserError
+from optkit.extras import explained
 from optkit.machine import logs
 
 COMMANDS = {
@@ -100,7 +100,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _failed(error: Exception) -> int:
     """Print an unexpected exception; return the exit code."""
-    known = missing_package(error) if isinstance(error, ModuleNotFoundError) else refusal(error)
+    known = explained(error)
     if known:
         console.error_panel(known)
         return 2

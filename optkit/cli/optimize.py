@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from optkit.api.optimize import optimize as compile_model
+from optkit.api.optimize import warn_without_native_kernels, with_overrides
+from optkit.api.progress import ProgressEvent
 from optkit.cli import console
 from optkit.cli.tables import print_table
+from optkit.evaluation.limits import FINAL_TOKENS, LEAST_FINAL_TOKENS
 
 if TYPE_CHECKING:
     from optkit.recipe.schema import Recipe
@@ -53,8 +57,8 @@ def optimize(
         ),
     ] = False,
     quality_tokens: Annotated[
-        int, typer.Option(help="Held-out tokens for the quality of the whole result.", min=1024)
-    ] = 20480,
+        int, typer.Option(help="Held-out tokens for the quality of the whole result.", min=LEAST_FINAL_TOKENS)
+    ] = FINAL_TOKENS,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of text.")] = False,
 ) -> None:
     """Compile a model by a recipe, measure every step, and write an artifact.
@@ -65,26 +69,29 @@ def optimize(
 
     Example: optkit optimize smollm2-135m --recipe ttft-cpu -o artifact/
     """
-    from optkit.recipe.load import load_recipe
-
-    loaded = load_recipe(recipe, overrides or [])
-    _warn_without_native_kernels(loaded)
+    loaded = with_overrides(recipe, overrides or [])
     if dry_run:
+        warn_without_native_kernels(loaded, show_warning)
         _dry_run(model, loaded, adapters or [], as_json)
         return
-    path = out or Path(f"{loaded.name}-artifact")
     with console.stages(len(loaded.entries) + FIXED_STAGES) as progress:
-        from optkit.pipeline.driver import optimize as run_pipeline
 
-        run = run_pipeline(
+        def show(event: ProgressEvent) -> None:
+            if event.kind == "warning":
+                show_warning(event)
+            else:
+                progress(event.text, part=event.part)
+
+        result = compile_model(
             model,
             loaded,
-            path,
+            out,
             adapters=adapters or [],
             force=force,
-            progress=progress,
-            final_tokens=quality_tokens,
+            quality_tokens=quality_tokens,
+            progress=show,
         )
+    path, run = result.artifact, result.run
     if as_json:
         from optkit.pipeline.explain import misses
         from optkit.pipeline.report import records_of
@@ -92,35 +99,25 @@ def optimize(
         missed = {"missed_predictions": misses(records_of(run))}
         console.print_json({"artifact": str(path), **run.to_dict(), **missed})
         return
-    from dataclasses import asdict
-
-    from optkit.machine.present import present_target
     from optkit.pipeline.report import (
         alternatives_table,
         compiled_table,
         compiled_variants,
         run_table,
-        summary_lines,
     )
-
-    target = asdict(present_target(loaded.target))
 
     print_table(run_table(run))
     for label, records in run.alternatives.items():
         print_table(alternatives_table(label, records))
     if compiled_variants(run):
         print_table(compiled_table(compiled_variants(run)))
-    for line in summary_lines(run, target):
+    for line in result.summary():
         console.stdout.print(line)
     console.stdout.print(f"wrote {path}\nnext: optkit serve {path}")
 
 
-def _warn_without_native_kernels(recipe: Recipe) -> None:
-    from optkit.kernels.cpu.native import missing_warning
-
-    warning = missing_warning() if recipe.target == "cpu" else None
-    if warning:
-        console.warn(warning)
+def show_warning(event: ProgressEvent) -> None:
+    console.warn(event.text)
 
 
 def _dry_run(model: str, recipe: Recipe, adapters: list[Path], as_json: bool) -> None:

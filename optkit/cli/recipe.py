@@ -21,7 +21,7 @@ from optkit.passes.resolve import (
     resolve_passes,
 )
 from optkit.recipe.load import list_recipes, load_recipe, parse_recipe
-from optkit.recipe.schema import Accept, Recipe, format_bytes
+from optkit.recipe.schema import SHIPPED, Accept, Recipe, format_bytes
 
 app = typer.Typer(help="List, show, check and create recipes.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -62,7 +62,7 @@ def _summary(recipe: Recipe) -> dict[str, Any]:
 
 @app.command(cls=PlainCommand)
 def show(name: Name, set_: Overrides = None, as_json: Json = False) -> None:
-    """Print a recipe with every default written out.
+    """Print a recipe with every default written out, merged over the recipe it extends.
 
     Example: optkit recipe show ttft-cpu > mine.yaml
     """
@@ -77,8 +77,8 @@ def show(name: Name, set_: Overrides = None, as_json: Json = False) -> None:
 def check(name: Name, set_: Overrides = None, as_json: Json = False) -> None:
     """Validate a recipe and print its passes in order.
 
-    The options of each pass are checked too. Needs no model. Exit code 2 with file, line and the nearest known key for
-    a mistake.
+    The recipe that it extends is merged, and the options of each pass are checked too. Needs no model. Exit code 2
+    with file, line and the nearest known key for a mistake.
 
     Example: optkit recipe check mine.yaml --set runtime.max_num_seqs=4
     """
@@ -105,9 +105,14 @@ def _plan_lines(recipe: Recipe, resolved: list[Resolved]) -> list[str]:
     prompts = ", ".join(map(str, work.prompt_tokens))
     lines = [
         f"{recipe.name} for {recipe.target}: {recipe.description}",
+        *(f"extends   {base}" for base in recipe.document.bases),
         f"workload  prompts of {prompts} tokens, {work.output_tokens} out, batch {work.batch}",
         f"runtime   {size.max_num_seqs} sequences, KV cache {format_bytes(size.kv_cache_bytes)}",
     ]
+    if changed := recipe.serving.model_dump(mode="json", exclude_defaults=True):
+        lines.append(f"serving   {', '.join(f'{key}={value}' for key, value in changed.items())}")
+    if recipe.evaluation.text != SHIPPED:
+        lines.append(f"quality   on {recipe.evaluation.text}")
     for number, row in enumerate(resolved, 1):
         if isinstance(row, Alternatives):
             lines.append(f"{number:>3}. {row.name}, one of:")

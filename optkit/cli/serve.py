@@ -11,7 +11,7 @@ import typer
 from optkit.cli.engine_flags import with_engine_flags
 from optkit.extras import need_extra
 from optkit.machine import logs
-from optkit.recipe.engine_options import ACCESS, LOADING
+from optkit.recipe.engine_options import ACCESS
 
 CHAT = "Chat, tools and sampling"  # a group in --help
 
@@ -58,9 +58,6 @@ def serve(
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port; 0 takes a free port and prints its number.")
     ] = 8000,
-    threads: Annotated[
-        int, typer.Option(min=0, rich_help_panel=LOADING, help="Compute threads; 0 is one per core.")
-    ] = 0,
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(
@@ -183,7 +180,7 @@ def serve(
     logs.configure(log_format.value)
     from optkit.runtime.process.launch import launch
 
-    with launch(threads=threads) as launched:  # the engine process imports while this process does
+    with launch() as launched:  # the engine process imports while this process does
         from optkit.serve.http.address import read_api_keys
         from optkit.serve.server import ServeOptions, run
 
@@ -194,7 +191,6 @@ def serve(
             api_keys=read_api_keys(api_key_file),
             max_queue=max_queue,
             request_timeout=request_timeout,
-            threads=threads,
             shutdown_timeout=shutdown_timeout,
             otlp_traces_endpoint=otlp_traces_endpoint,
             tool_call_parser=tool_call_parser.value,

@@ -17,7 +17,6 @@ import gc
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -35,6 +34,7 @@ from optkit.graph.stored import StoredTensor
 from optkit.graph.variants import SharedWeights
 from optkit.lowering.compiled.hook import fused_nodes
 from optkit.lowering.lower import lower
+from optkit.machine.caches import last_level_cache_bytes
 from optkit.machine.paths import cache_dir, replace_text
 from optkit.machine.target import Target, cpu_model
 from optkit.recipe.schema import Recipe
@@ -92,7 +92,7 @@ class KernelTimes:
         graph = variants.at(graph, point.tokens)
         parts = Parts(graph, infer_shapes(graph, point, self.recipe.runtime.block_size))
         times = layers / len(parts.layers) if layers and parts.can_be_cut else 1.0
-        cold = point.tokens <= FEW_TOKENS and times * graph.num_bytes() > cache_bytes()
+        cold = point.tokens <= FEW_TOKENS and times * graph.num_bytes() > last_level_cache_bytes()
         if parts.can_be_cut:
             total = self.sum(parts, point, cold, times)
         else:
@@ -155,6 +155,13 @@ class KernelTimes:
 
     def measure(self, models: Sequence[Graph], point: Point, cold: bool) -> list[float]:
         """Seconds of a step of each of ``models``, in alternation."""
+        times = self.shortest_of(models, point, cold)
+        if any(map(is_stored, models)):
+            gc.collect()  # modules of torch.fx are cycles, and would keep their weights
+        return times
+
+    def shortest_of(self, models: Sequence[Graph], point: Point, cold: bool) -> list[float]:
+        """``measure``, after which the lowered models are garbage."""
         shared = SharedWeights(models) if any(map(is_stored, models)) else None
         steps = [
             step_function(
@@ -164,12 +171,7 @@ class KernelTimes:
         ]
         for step in steps:
             step()
-        times = [min(samples) for samples in zip(*(rounds(steps, cold) for _ in range(REPEATS)), strict=True)]
-        if shared is not None:
-            steps.clear()
-            shared.made.clear()
-            gc.collect()  # modules of torch.fx are cycles, and would keep their weights
-        return times
+        return [min(samples) for samples in zip(*(rounds(steps, cold) for _ in range(REPEATS)), strict=True)]
 
 
 def is_stored(model: Graph) -> bool:
@@ -190,17 +192,9 @@ def rounds(steps: Sequence[Callable[[], None]], cold: bool) -> list[float]:
 # -- caches ------------------------------------------------------------------------------------------------
 
 
-def cache_bytes() -> int:
-    """Bytes of the last cache level; 32 MiB where the system does not say."""
-    try:
-        return os.sysconf("SC_LEVEL3_CACHE_SIZE") or 32 << 20
-    except (ValueError, OSError):
-        return 32 << 20
-
-
 @lru_cache(maxsize=1)
 def other_data() -> np.ndarray:
-    return np.zeros(max(64 << 20, 2 * cache_bytes()) // 4, dtype=np.float32)
+    return np.zeros(max(64 << 20, 2 * last_level_cache_bytes()) // 4, dtype=np.float32)
 
 
 def evict() -> None:

@@ -8,6 +8,8 @@ WINDOW_TOKENS = 512  # of text that quality is measured on, at most
 MEMORY_SHARE = 6  # float weights in memory take up to this part of it
 QUALITY_FLOPS = 2e13  # of the source model in a measurement of quality: some minutes on two cores
 LEAST_WINDOWS = 2  # without a second window there is no error of the mean over windows
+FINAL_TOKENS = 20480  # of text that the quality of a whole result is measured on, by default
+LEAST_FINAL_TOKENS = 1024
 KEPT_ON_DISK = 8 << 30  # bytes of the logits of a large source model, kept for later comparisons
 
 

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from optkit.evaluation.limits import KEPT_ON_DISK
+from optkit.evaluation.limits import FINAL_TOKENS, KEPT_ON_DISK, WINDOW_TOKENS
 from optkit.runtime.logits import RuntimeLogits as RuntimeLogits
 
 KEPT_BYTES = 1 << 30  # of the source model's logits, kept for later comparisons
@@ -141,18 +141,25 @@ def windows(
 
 
 def evaluation_windows(
-    tokenizer: Any, tokens: int = 20480, length: int = 512, text: str | None = None
+    tokenizer: Any,
+    tokens: int = FINAL_TOKENS,
+    length: int = WINDOW_TOKENS,
+    text: str | None = None,
+    *,
+    or_fewer: bool = False,
 ) -> list[list[int]]:
     """Windows of ``text`` with ``tokens`` tokens in total; by default the shipped held-out text.
 
-    Each window begins with BOS if ``tokenizer`` (transformers) adds BOS.
+    Each window begins with BOS if ``tokenizer`` (transformers) adds BOS. With ``or_fewer`` a shorter text gives fewer
+    windows.
     """
     from optkit.text.corpora import load_text
 
     ids = tokenizer(text or load_text("evaluation"), add_special_tokens=False).input_ids
     first = tokenizer("a").input_ids[:1]
     bos = first if first == [tokenizer.bos_token_id] else []
-    return windows(ids, length, max(1, tokens // length), bos)
+    count = max(1, tokens // length)
+    return windows(ids, length, min(count, len(ids) // (length - len(bos))) if or_fewer else count, bos)
 
 
 def perplexity(source: LogitsSource, token_windows: Sequence[Sequence[int]]) -> Estimate:

@@ -22,10 +22,12 @@ from torch import Tensor, fx
 
 from optkit.errors import UserError
 from optkit.graph.ir import Graph, GraphMeta, Origin, Part, Weight
-from optkit.graph.ops import OPS, op_name
+from optkit.graph.ops import op_name
+from optkit.graph.ops.plugins import target_of
 from optkit.graph.schema import GraphFile
 from optkit.graph.states import KVSpec, RecurrentSpec, StateSpec
 from optkit.graph.stored import StoredTensor
+from optkit.plugins import MissingPlugIn
 from optkit.untrusted_json import check, parse_bounded
 
 # (weight name, its origin or None for a constant, the dtype the graph expects) -> the tensor
@@ -147,6 +149,8 @@ def refusing_damage(where: str) -> Iterator[None]:
     """Refuse a file whose content Python or torch can't make a graph of."""
     try:
         yield
+    except MissingPlugIn as error:
+        raise MissingPlugIn(error.name, error.what, where) from error
     except DAMAGE as error:
         raise UserError(f"it is damaged ({type(error).__name__}: {error!s:.300})", where=where) from error
 
@@ -182,7 +186,9 @@ class Reader:
         kwargs = {identifier(key): self.decode(value) for key, value in entry.get("kwargs", {}).items()}
         if name in self.nodes:
             raise ValueError(f"two values are called {name}")
-        node = self.fx.create_node("call_function", OPS[entry["op"]], args, kwargs, name=identifier(name))
+        node = self.fx.create_node(
+            "call_function", target_of(entry["op"]), args, kwargs, name=identifier(name)
+        )
         if "kernel" in entry:
             node.meta["kernel"] = entry["kernel"]
         self.nodes[name] = node

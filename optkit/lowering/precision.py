@@ -29,7 +29,6 @@ HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 CAST = torch.ops.aten._to_copy.default
 # No two sizes are equal, and none is 1, which would broadcast.
 PROBE, PROBE_BLOCK = Point(tokens=11, sequences=3, context=37), 5
-ANY_DTYPE = ops.having(lambda op: op.any_dtype)
 
 
 def narrow(
@@ -120,7 +119,8 @@ class Narrowing(MetaRun):
 
     def agree(self, node: fx.Node) -> None:
         """Give plain ops and matrix products all float arguments in the same type."""
-        if ops.record_of(node.target) is not None and node.target not in ANY_DTYPE:
+        op = ops.record_of(node.target)
+        if op is not None and not op.any_dtype:
             return
         inputs = [i for i in node.all_input_nodes if is_float(self.values[i])]
         if self.dtype not in {self.values[i].dtype for i in inputs}:
@@ -160,7 +160,8 @@ class Narrowing(MetaRun):
 def round_references(graph: Graph, dtype: torch.dtype) -> None:
     """After kernels are bound: what still calls a float32 reference computes in float32 and rounds (``rounded``)."""
     for node in graph.fx.nodes:
-        if node.op == "call_function" and ops.record_of(node.target) and node.target not in ANY_DTYPE:
+        op = ops.record_of(node.target) if node.op == "call_function" else None
+        if op is not None and not op.any_dtype:
             inputs = [isinstance(a, fx.Node) and a.op == "placeholder" for a in node.args]
             in_place = frozenset(i for i, is_input in enumerate(inputs) if is_input)
             node.target = rounded(node.target, dtype, in_place)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from optkit.errors import UserError
+from optkit.errors import OptkitError, UserError
 from optkit.graph.ir import Graph
 from optkit.graph.serialize import graph_to_json
 from optkit.graph.verify import VerifyError, verify
@@ -14,7 +14,7 @@ from optkit.passes.base import Pass, PassContext, PassResult, Plan
 Reproduce = Callable[[str, str], Path]  # (pass, text of the graph before it) -> the reproducer's directory
 
 
-class PassFailed(Exception):
+class PassFailed(OptkitError):
     """A pass broke the graph; the message has the pass and the reproducer."""
 
 

@@ -15,6 +15,8 @@ from typing import Any
 from optkit.artifact import staging
 from optkit.checkpoint.locate import ModelSource, resolve
 from optkit.checkpoint.validate import validate_checkpoint
+from optkit.evaluation.limits import FINAL_TOKENS
+from optkit.evaluation.text import check_text
 from optkit.graph.ir import Graph
 from optkit.machine.present import present_target
 from optkit.machine.target import Target
@@ -25,7 +27,7 @@ from optkit.pipeline.apply import PassFailed
 from optkit.pipeline.cache import PassCache
 from optkit.pipeline.chain import Chain
 from optkit.pipeline.compile_hook import ensure_code
-from optkit.pipeline.estimate import FINAL_TOKENS, estimate, refuse_what_cannot_fit
+from optkit.pipeline.estimate import estimate, refuse_what_cannot_fit
 from optkit.pipeline.measurement import Measurement
 from optkit.pipeline.records import RunRecord
 from optkit.pipeline.runner import WAITING, PassRunner, has_inexact
@@ -134,6 +136,7 @@ def optimize(
     staging.check_output(out, force=force)
     source = resolve(model, progress).with_adapters(adapters)
     info = validate_checkpoint(source.directory)
+    check_text(recipe, source.directory)
     target = present_target(recipe.target, where=f"recipe {recipe.name}")
     if target.kind == "cpu":
         found = estimate(info, resolved, target, final_tokens)

@@ -13,11 +13,12 @@ from typing import Any
 
 from optkit.checkpoint.locate import resolve
 from optkit.checkpoint.validate import validate_checkpoint
+from optkit.evaluation.limits import FINAL_TOKENS
 from optkit.machine.target import Target, get_target
 from optkit.passes.base import PassContext, no_progress
 from optkit.passes.resolve import Alternatives, Resolved, ResolvedPass, resolve_passes
 from optkit.pipeline.alternatives import predicted_trials
-from optkit.pipeline.estimate import FINAL_TOKENS, estimate
+from optkit.pipeline.estimate import estimate
 from optkit.pipeline.measurement import predict
 from optkit.pipeline.runner import keep_unmeasured, run_pass
 from optkit.recipe.schema import Recipe

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ PROCESS_BYTES = 1.3e9  # Python, torch, transformers, and what their allocators 
 WINDOWS_IN_MEMORY = 6  # of logits: two windows of each side, and of the rows before they are placed
 REACHED = 0.4  # of the peak rate, by whole models in float32
 CHECK_TOKENS = 400  # of the capture's check, both sides together
-FINAL_TOKENS = 20480  # of text that the quality of the whole is measured on
 PASS_TOKENS = 4096  # of text on which the quality of a pass is measured
 DISK_BYTES_PER_SECOND = 1e9
 GB = 1e9
@@ -121,10 +120,16 @@ def result_bytes(parameters: int, largest: int, passes: Sequence[ResolvedPass]) 
 
 
 def bytes_per_weight(one: ResolvedPass) -> float:
-    """Bytes of a weight with its share of scales, by the options of the pass."""
+    """Bytes of a weight with its share of scales, by the options of the pass; of overrides those with the most bits."""
     options: dict[str, Any] = one.config.model_dump()
+    others = options.pop("overrides", {}).values()
+    return max(bytes_by_options(one, options | other) for other in ({}, *others))
+
+
+def bytes_by_options(one: ResolvedPass, options: Mapping[str, Any]) -> float:
+    """``bytes_per_weight`` of layers with ``options``."""
     group = int(options.get("group_size") or 128)
-    scheme = str(options.get("scheme") or one.entry.name).lower()
+    scheme = str(options.get("scheme") or one.entry.pass_name).lower()
     bits = 4 if "w4" in scheme else 8
     return bits / 8 + (8 if bits == 4 else 4) / group
 

@@ -22,6 +22,7 @@ from optkit.evaluation.limits import WINDOW_TOKENS, most_tokens, weight_limit
 from optkit.evaluation.quality import KeptLogits, RuntimeLogits, compare_many, evaluation_windows
 from optkit.evaluation.scaled_speed import fitting_terms, lower_terms
 from optkit.evaluation.speed import PairedTimes, measure_pair, measure_sums, workload_points
+from optkit.evaluation.text import CHARACTERS, own_text
 from optkit.graph.ir import Graph
 from optkit.kernels import PLAIN
 from optkit.kernels.reference import attention
@@ -143,7 +144,12 @@ class Measurement:
 
         block_size = self.recipe.runtime.block_size
         models = {name: candidate.at(size) for name, size in variants.items()} or {"": candidate}
-        windows = evaluation_windows(load_tokenizer(str(self.directory)), tokens, self.window_length())
+        tokenizer, text = load_tokenizer(str(self.directory)), own_text(self.recipe)
+        if text is None:
+            windows = evaluation_windows(tokenizer, tokens, self.window_length())
+        else:
+            read = text[: CHARACTERS * tokens]
+            windows = evaluation_windows(tokenizer, tokens, self.window_length(), read, or_fewer=True)
         candidates = {name: runtime_logits(model, block_size) for name, model in models.items()}
         reports = compare_many(self.source_logits, candidates, windows)
         return {name: report.to_dict() for name, report in reports.items()}
@@ -156,7 +162,7 @@ class Measurement:
             self.collect()
             graph = self.plain_reference()
             lowered = lower(graph, self.target, dtype=self.dtype, streamed=not self.fits(graph))
-            return runtime_logits(lowered, self.recipe.runtime.block_size)
+            return plain_logits(lowered, self.recipe.runtime.block_size)
 
         return KeptLogits(source, spill=self.spill)
 
@@ -174,9 +180,13 @@ class Measurement:
 
 def runtime_logits(model: Executable, block_size: int) -> RuntimeLogits:
     """Logits as a server computes them; with weights on disk, a call for each pair of windows, not many."""
-    if model.is_streamed:
-        return RuntimeLogits(model, block_size, chunk=2 * WINDOW_TOKENS, decode=0)
-    return RuntimeLogits(model, block_size)
+    return plain_logits(model, block_size) if model.is_streamed else RuntimeLogits(model, block_size)
+
+
+def plain_logits(model: Executable, block_size: int) -> RuntimeLogits:
+    """Logits in few and large steps: no served kernel of the source model is tested."""
+    chunk = 2 * WINDOW_TOKENS if model.is_streamed else WINDOW_TOKENS // 2
+    return RuntimeLogits(model, block_size, chunk=chunk, decode=0)
 
 
 def predict(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from optkit.checkpoint.hf_writer import write_model
 from optkit.checkpoint.locate import ModelSource
 from optkit.checkpoint.safetensors_writer import save_tensors
 from optkit.checkpoint.tensors import constants
-from optkit.graph import variants
+from optkit.evaluation.text import text_digest
+from optkit.graph import ops, variants
 from optkit.graph.ir import Graph
+from optkit.graph.ops.plugins import registered
 from optkit.graph.serialize import graph_to_json
 from optkit.lowering.precision import compute_dtype
 from optkit.machine.target import Target
@@ -60,6 +63,8 @@ def write_artifact(
         write_code(graph, target, directory / NATIVE)
         report = {"model": source.name, "recipe": recipe.name, "target": asdict(target), **run.to_dict()}
         report["missed_predictions"] = misses(records_of(run))
+        if digest := text_digest(recipe):
+            report["evaluation"] = {"text": recipe.evaluation.text, "sha256": digest}
         if target.kind == "cpu":
             report["machine"] = measured_on.this_machine()
         texts = {
@@ -72,19 +77,35 @@ def write_artifact(
             texts["candidates.json"] = file_text(run.places)
         for name, text in texts.items():
             (internal / name).write_text(text, "utf-8")
-        write_manifest(directory, manifest(source, recipe, run, environment))
+        write_manifest(directory, manifest(source, recipe, run, environment, plugins_of(graph)))
         if target.kind == "cpu" or torch.cuda.is_available():
             dtype = compute_dtype(recipe.runtime.compute_dtype)
             check.check_reopened(directory, graph, target, dtype)
 
 
+def plugins_of(graph: Graph) -> dict[str, dict[str, str]]:
+    """Package and version of each plug-in whose ops are in ``graph``, by namespace."""
+    records = [ops.record_of(node.target) for node in graph.fx.nodes if node.op == "call_function"]
+    names = sorted({record.namespace for record in records if record and record.namespace})
+    return {n: {"package": registered[n].package, "version": registered[n].version} for n in names}
+
+
 def manifest(
-    source: ModelSource, recipe: Recipe, run: RunRecord, environment: dict[str, str]
+    source: ModelSource,
+    recipe: Recipe,
+    run: RunRecord,
+    environment: dict[str, str],
+    plugged_in: Mapping[str, Mapping[str, str]] | None = None,
 ) -> dict[str, Any]:
-    """The manifest's content besides the file list, without reasons, which quote times."""
+    """The manifest's content besides the file list, without reasons, which quote times.
+
+    Args:
+        plugged_in: of ``plugins_of``, without which the artifact can't be opened.
+    """
     adapters = [{"name": adapter.name, "digest": adapter.digest} for adapter in source.adapters]
     optional = {"adapters": adapters, "notes": run.notes}
-    return {
+    plugged = {"plugins": plugged_in} if plugged_in else {}
+    return plugged | {
         "name": source.name,
         "source": {"name": source.name, "digest": source.digest}
         | {key: value for key, value in optional.items() if value},

@@ -42,7 +42,8 @@ def report_html(report: Mapping[str, Any]) -> str:
 
     Args:
         report: ``model``, ``recipe``, ``target`` (a ``Target`` as a dict), ``passes`` and ``whole`` (``PassRecord``
-            dicts; ``whole`` is None when nothing was kept), and ``alternatives``, records by label.
+            dicts; ``whole`` is None when nothing was kept), ``alternatives``, records by label, and ``evaluation``, the
+            file and hash of the author's evaluation text.
     """
     passes = [PassRecord.from_dict(data) for data in report["passes"]]
     whole = PassRecord.from_dict(report["whole"]) if report["whole"] else None
@@ -56,6 +57,7 @@ def report_html(report: Mapping[str, Any]) -> str:
         element("h2", "Passes"),
         html_table(("pass", "decision", "reason", "sites", "weights"), map(overview_row, passes)),
         element("p", NOTE, "note"),
+        *text_note(report.get("evaluation")),
         element("p", predictions_line([*passes, *([whole] if whole else [])]), "note"),
     ]
     for label, records in report.get("alternatives", {}).items():
@@ -63,6 +65,13 @@ def report_html(report: Mapping[str, Any]) -> str:
     for record in passes:
         body += pass_section(record, target)
     return page(title, body)
+
+
+def text_note(text: Mapping[str, str] | None) -> list[str]:
+    """The paragraph on an evaluation text of the recipe's author; none for the shipped text."""
+    if text is None:
+        return []
+    return [element("p", f"The held-out text is {text['text']}, sha256 {text['sha256']}.", "note")]
 
 
 def whole_section(whole: PassRecord | None, target: Mapping[str, Any]) -> list[str]:

@@ -44,10 +44,10 @@ def run_pass(
     optimization = resolved.pass_class(resolved.config)
     candidate = graph.clone()
     plan = optimization.check(candidate, context)
-    record = PassRecord.planned(optimization.name, resolved.config.model_dump(), plan)
+    record = PassRecord.planned(resolved.entry.name, resolved.config.model_dump(), plan)
     if not plan.sites:
         return graph, record.decided("skipped", "no site to change")
-    context.progress(f"{optimization.name}: rewriting {len(plan.sites)} sites")
+    context.progress(f"{record.name}: rewriting {len(plan.sites)} sites")
     result = apply_pass(optimization, candidate, plan, context, reproduce)
     record.changed, record.stats, record.exact = result.changed, result.stats, optimization.exact
     return judge(graph, candidate, record), record

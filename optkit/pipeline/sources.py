@@ -13,9 +13,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from optkit.graph.ops.plugins import registered
+
 PACKAGES = ("optkit", "optkit.passes", "optkit.kernels")  # in a checkout these are three folders
 LEFT_OUT = (
-    "optkit.cli",  # the pipeline imports nothing of it, which a test checks
+    "optkit.api",  # the pipeline imports nothing of the first two, which a test checks
+    "optkit.cli",
     "optkit.recipes",  # the content of a recipe is in the keys themselves
 )
 NO_SOURCE = "__pycache__"
@@ -39,6 +42,14 @@ def plugin_digest(pass_class: type[Any]) -> str | None:
     modules = {base.__module__.partition(".")[0] for base in pass_class.__mro__}
     outside = modules - {"optkit"} - sys.stdlib_module_names
     return package_digest(tuple(sorted(outside))) if outside else None
+
+
+def ops_digests() -> dict[str, list[str]]:
+    """Package, version and a hash of the top-level package of each registered plug-in of ops, by namespace."""
+    return {
+        name: [plugin.package, plugin.version, package_digest((plugin.module.partition(".")[0],))]
+        for name, plugin in sorted(registered.items())
+    }
 
 
 @cache

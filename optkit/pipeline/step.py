@@ -4,7 +4,7 @@ The first step is the capture of the model; the passes and measurements of the w
 parent's key and of all other facts with an effect on the outcome: equal keys mean equal results. The facts of the
 capture are the source model, the target, the instruction set of the native kernels, library versions and optkit's
 sources. The facts of a pass are name, options, bounds, calibration text, the code of a plug-in, and the recipe's
-objective, workload, runtime and bounds. The last four are facts of a measurement of the whole, too.
+objective, workload, runtime, bounds and evaluation text. The last five are facts of a measurement of the whole, too.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from optkit import passes
 from optkit.artifact import measured_on
 from optkit.calibration.samples import Calibration
 from optkit.checkpoint.locate import ModelSource
+from optkit.evaluation.text import text_digest
 from optkit.machine.target import Target
 from optkit.passes.resolve import ResolvedPass
 from optkit.pipeline.records import PassRecord
-from optkit.pipeline.sources import compiler_digest, plugin_digest
+from optkit.pipeline.sources import compiler_digest, ops_digests, plugin_digest
 from optkit.recipe.schema import Recipe
 from optkit.version import VERSION
 
@@ -78,7 +79,8 @@ def comparison_step(after: Step, before: Step, effects: Sequence[Effect], purpos
 def settings_of(recipe: Recipe) -> dict[str, Any]:
     """The sections of ``recipe`` that decide measurements and decisions."""
     data = recipe.to_data()
-    return {key: data[key] for key in ("objective", "workload", "runtime", "accept")}
+    settings = {key: data[key] for key in ("objective", "workload", "runtime", "accept")}
+    return settings | {"text": text_digest(recipe)}
 
 
 def whole_step(
@@ -102,12 +104,13 @@ def whole_step(
 def pass_facts(resolved: ResolvedPass) -> list[Any]:
     """A pass as JSON: name, options, bounds, calibration text, and the distribution and sources of a plug-in.
 
-    Sources of optkit are in the key of the capture.
+    The sources of a plug-in's pass are those of the class and of all registered ops. Sources of optkit are in the
+    key of the capture.
     """
     text = calibration_digests(resolved.config)
-    entry = passes.entry_point(resolved.entry.name)
-    distribution = [entry.dist.name, entry.dist.version] if entry and entry.dist else None
-    plugin = [distribution, plugin_digest(resolved.pass_class)]
+    plug_in = passes.plug_in(resolved.entry.pass_name)
+    distribution = [plug_in.package, plug_in.version] if plug_in else None
+    plugin = [distribution, plugin_digest(resolved.pass_class), ops_digests() if plug_in else None]
     bounds = [resolved.entry.accept.model_dump(), resolved.entry.keep]
     return [resolved.entry.name, resolved.config.model_dump(), bounds, text, plugin]
 

@@ -26,10 +26,12 @@ if TYPE_CHECKING:
 
 LOADING, SCHEDULING, ACCESS = "Loading", "Scheduling and KV cache", "Access and load"  # groups in --help
 
+NO_SPECULATION = "none"  # a value of ``speculative_model``, against the recipe's
 MAX_TOKENS = 1 << 24
 MAX_BYTES = (1 << 50) - 1
 MAX_REQUESTS = 4096
 MAX_GUESSES = 64
+MAX_THREADS = 4096
 DEFAULT_KV_CACHE_BYTES = 256 * 1024**2
 
 
@@ -90,13 +92,17 @@ class SchedulingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     ] = 32
     enable_prefix_caching: Annotated[
         bool,
-        about("Keep the KV of finished requests for prompts that begin alike, as long as there is room."),
+        about(
+            "Keep the KV of finished requests for prompts that begin alike, as long as there is room.",
+            recipe="serving.enable_prefix_caching",
+        ),
     ] = True
     scheduling_policy: Annotated[
         Literal["fcfs", "slo"],
         about(
             "fcfs: first come, first served. slo: the request with the least time left for its first token goes "
-            "first, and long prompts are computed in pieces that keep the others on time."
+            "first, and long prompts are computed in pieces that keep the others on time.",
+            recipe="serving.scheduling_policy",
         ),
     ] = "fcfs"
     ttft_slo_ms: (
@@ -113,7 +119,11 @@ class SchedulingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         | None
     ) = None
     enforce_ttft_slo: Annotated[
-        bool, about("Answer 429 at once when the first token is predicted to come after its deadline.")
+        bool,
+        about(
+            "Answer 429 at once when the first token is predicted to come after its deadline.",
+            recipe="serving.enforce_ttft_slo",
+        ),
     ] = False
     queue_timeout: (
         Annotated[
@@ -123,6 +133,7 @@ class SchedulingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 "0: as long as --request-timeout allows.",
                 ACCESS,
                 unit="seconds",
+                recipe="serving.queue_timeout",
                 ge=0,
             ),
         ]
@@ -179,9 +190,10 @@ class EngineOptions(SchedulingOptions, frozen=True, kw_only=True, forbid_unknown
             int,
             about(
                 "Host memory, such as 1GiB, for KV that the cache has no room for: a chat that pauses goes on without "
-                "prefill.",
+                "prefill. 0: none.",
                 unit="bytes",
-                gt=0,
+                recipe="serving.kv_offload_bytes",
+                ge=0,
                 le=MAX_BYTES,
             ),
         ]
@@ -205,6 +217,7 @@ class EngineOptions(SchedulingOptions, frozen=True, kw_only=True, forbid_unknown
                 "skip the beginning. By default as many as fit a quarter of the KV cache's bytes, at least 4; 0 keeps "
                 "none.",
                 unit="states",
+                recipe="serving.state_checkpoints",
                 ge=0,
                 le=MAX_REQUESTS,
             ),
@@ -216,14 +229,34 @@ class EngineOptions(SchedulingOptions, frozen=True, kw_only=True, forbid_unknown
             str,
             about(
                 "Guess several tokens and check them in one step: ngram copies what followed the last tokens before; "
-                "another artifact with the same tokenizer guesses with its model. Answers stay the same."
+                "another artifact with the same tokenizer guesses with its model; none guesses nothing. Answers stay "
+                "the same.",
+                recipe="serving.speculative_model",
             ),
         ]
         | None
     ) = None
     num_speculative_tokens: Annotated[
-        int, about("Most tokens guessed at once.", unit="tokens", ge=1, le=MAX_GUESSES)
+        int,
+        about(
+            "Most tokens guessed at once.",
+            unit="tokens",
+            recipe="serving.num_speculative_tokens",
+            ge=1,
+            le=MAX_GUESSES,
+        ),
     ] = 8
+    threads: Annotated[
+        int,
+        about(
+            "Compute threads; 0 is one per core.",
+            LOADING,
+            unit="threads",
+            recipe="serving.threads",
+            ge=0,
+            le=MAX_THREADS,
+        ),
+    ] = 0
     trust_artifact_code: Annotated[
         bool,
         about(

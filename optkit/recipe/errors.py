@@ -22,6 +22,8 @@ _SECTIONS: dict[KeyPath, type[BaseModel]] = {
     ("workload",): schema.Workload,
     ("slo",): schema.Slo,
     ("runtime",): schema.Runtime,
+    ("serving",): schema.Serving,
+    ("evaluation",): schema.Evaluation,
     ("accept",): schema.Accept,
 }
 
@@ -34,8 +36,19 @@ def apply_override(document: Document, override: str) -> None:
     """
     label = "--set " + "".join(letter if letter.isprintable() else "?" for letter in override)
     dotted, equals, text = override.partition("=")
+    if not equals:
+        raise UserError("an override is key.path=value", where=label, fix="as in runtime.max_num_seqs=4")
+    apply_value(document, dotted, parse(text, label).data, label)
+
+
+def apply_value(document: Document, dotted: str, value: Any, label: str) -> None:
+    """Set the value at ``key.path`` in ``document.data``; ``label`` names the override in errors.
+
+    Raises:
+        UserError: an unknown path, or a pass missing from the recipe.
+    """
     path = tuple(dotted.strip().split("."))
-    if not equals or not all(path):
+    if not all(path):
         raise UserError("an override is key.path=value", where=label, fix="as in runtime.max_num_seqs=4")
     note_former_name(path, label)
     path = tuple(map(str, present_path(path)))
@@ -47,7 +60,7 @@ def apply_override(document: Document, override: str) -> None:
         section = section[key]
         if not isinstance(section, dict):
             raise UserError(f"'{key}' holds a value, not keys", where=label)
-    section[path[-1]] = parse(text, label).data
+    section[path[-1]] = value
     document.overridden[path] = label
 
 

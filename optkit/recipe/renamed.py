@@ -17,8 +17,9 @@ log = logging.getLogger(__name__)
 
 
 def present_name(name: str) -> str:
-    """The present name of pass ``name``."""
-    return PRESENT_NAMES.get(name, name)
+    """The present name of pass ``name``; a label behind ``@`` stays."""
+    own, at, label = name.partition("@")
+    return PRESENT_NAMES.get(own, own) + at + label
 
 
 def present_path(path: KeyPath) -> KeyPath:
@@ -43,8 +44,8 @@ def rename_passes(document: Document) -> None:
     passes = document.data.get("passes")
     if not isinstance(passes, dict):
         return
-    for former in PRESENT_NAMES.keys() & passes:
-        where, name = document.where(("passes", former)), PRESENT_NAMES[former]
+    for former in [name for name in passes if present_name(name) != name]:
+        where, name = document.where(("passes", former)), present_name(former)
         if name in passes:
             raise UserError(
                 f"'{former}' is the former name of '{name}', which the recipe has too",
@@ -53,4 +54,4 @@ def rename_passes(document: Document) -> None:
             )
         note_former_name(("passes", former), where)
     document.data["passes"] = {present_name(name): options for name, options in passes.items()}
-    document.lines = {present_path(path): line for path, line in document.lines.items()}
+    document.places = {present_path(path): place for path, place in document.places.items()}

@@ -34,6 +34,9 @@ TargetName = Literal["cpu", "cuda-h100", "cuda-h200", "cuda-a100"]
 ObjectiveName = Literal["ttft", "tpot", "request", "throughput", "memory"]
 Keep = Literal["unless_worse", "always"]
 
+LABEL = "@"  # between the name of a pass and a label
+SHIPPED = "shipped"  # the text that comes with optkit
+
 _UNITS = {"": 1, "B": 1}
 for _power, _prefix in enumerate("KMGT", 1):
     _UNITS |= {f"{_prefix}iB": 1024**_power, f"{_prefix}B": 1000**_power}
@@ -58,11 +61,12 @@ def format_bytes(size: int) -> int | str:
     return size
 
 
+BYTES_SCHEMA = {"anyOf": [{"type": "integer"}, {"type": "string", "pattern": f"^{_SIZE.pattern}$"}]}
 Bytes = Annotated[
-    int,
-    BeforeValidator(parse_bytes),
-    Field(**bounds("kv_cache_bytes")),
-    WithJsonSchema({"anyOf": [{"type": "integer"}, {"type": "string", "pattern": f"^{_SIZE.pattern}$"}]}),
+    int, BeforeValidator(parse_bytes), Field(**bounds("kv_cache_bytes")), WithJsonSchema(BYTES_SCHEMA)
+]
+OffloadBytes = Annotated[
+    int, BeforeValidator(parse_bytes), Field(**bounds("kv_offload_bytes")), WithJsonSchema(BYTES_SCHEMA)
 ]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 PromptLengths = Annotated[tuple[Tokens, ...], Field(min_length=1, max_length=32, strict=False)]
@@ -138,6 +142,40 @@ class Runtime(_Section):
     )
 
 
+class Serving(_Section):
+    """Options of ``optkit serve`` and ``optkit.load``: the engine's options of the same names. Flags win.
+
+    Paths are left out, since a recipe and its artifact go to other machines, too: ``speculative_model`` takes
+    ``ngram`` alone, and the directory of offloaded KV is a flag.
+    """
+
+    scheduling_policy: Literal["fcfs", "slo"] = DEFAULTS.scheduling_policy
+    enforce_ttft_slo: bool = DEFAULTS.enforce_ttft_slo
+    queue_timeout: Annotated[float, Field(allow_inf_nan=False, **bounds("queue_timeout"))] | None = (
+        DEFAULTS.queue_timeout
+    )
+    enable_prefix_caching: bool = DEFAULTS.enable_prefix_caching
+    kv_offload_bytes: OffloadBytes | None = DEFAULTS.kv_offload_bytes
+    state_checkpoints: Annotated[int, Field(**bounds("state_checkpoints"))] | None = (
+        DEFAULTS.state_checkpoints
+    )
+    speculative_model: Literal["ngram"] | None = DEFAULTS.speculative_model  # type: ignore[assignment]
+    num_speculative_tokens: Annotated[int, Field(**bounds("num_speculative_tokens"))] = (
+        DEFAULTS.num_speculative_tokens
+    )
+    threads: Annotated[int, Field(**bounds("threads"))] = DEFAULTS.threads
+
+
+class Evaluation(_Section):
+    """The text for measurements of quality against the source model.
+
+    Attributes:
+        text: ``shipped``, or a UTF-8 text file; no pass should calibrate on the file.
+    """
+
+    text: Annotated[str, Field(min_length=1, max_length=4096)] = SHIPPED
+
+
 class Accept(_Section):
     """Bounds that decide between keeping and undoing a pass; null is no bound.
 
@@ -161,8 +199,9 @@ class Accept(_Section):
 class PassEntry(_Section):
     """An entry of the pipeline: name of the pass, bounds, options; or a label with alternatives.
 
-    ``keep: always`` keeps a pass that makes the objective worse; the bounds of ``accept`` still hold. ``one_of`` lists
-    candidates for a place of the pipeline, each a mapping of passes in order; ``name`` is then a free label.
+    A pass that a recipe has more than once has a label behind its name: ``gptq@mlp``. ``keep: always`` keeps a pass
+    that makes the objective worse; the bounds of ``accept`` still hold. ``one_of`` lists candidates for a place of the
+    pipeline, each a mapping of passes in order; ``name`` is then a free label.
     """
 
     name: str
@@ -170,6 +209,11 @@ class PassEntry(_Section):
     keep: Keep = "unless_worse"
     config: dict[str, Any] = Field(default_factory=dict)
     one_of: Annotated[tuple[Candidate, ...], Field(min_length=1, max_length=16, strict=False)] | None = None
+
+    @property
+    def pass_name(self) -> str:
+        """The name of the pass, without the label."""
+        return self.name.partition(LABEL)[0]
 
     @model_validator(mode="after")
     def has_options_or_candidates(self) -> Self:
@@ -228,6 +272,8 @@ class Recipe(_Section):
     workload: Workload = Workload()
     slo: Slo = Slo()
     runtime: Runtime = Runtime()
+    serving: Serving = Serving()
+    evaluation: Evaluation = Evaluation()
     passes: Annotated[tuple[PassEntry, ...], BeforeValidator(_pass_entries), Field(strict=False)] = ()
     accept: Accept = Accept()
 
@@ -248,6 +294,8 @@ class Recipe(_Section):
         """The YAML form as plain dicts, with every default written out."""
         data = self.model_dump(mode="json", exclude={"passes"})
         data["runtime"]["kv_cache_bytes"] = format_bytes(self.runtime.kv_cache_bytes)
+        if self.serving.kv_offload_bytes is not None:
+            data["serving"]["kv_offload_bytes"] = format_bytes(self.serving.kv_offload_bytes)
         data["passes"] = {entry.name: _entry_data(entry) for entry in self.passes}
         data["accept"] = data.pop("accept")  # last, as people write it
         return data

@@ -61,18 +61,20 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 
 @dataclass(eq=False)
 class Document:
-    """Parsed data with the line of each key.
+    """Parsed data with the place of each key.
 
     Attributes:
         label: file name or argument, the source of the text.
         data: dicts, lists and scalars.
-        lines: path of a key or list item -> line, counted from 1.
+        places: path of a key or list item -> ``file:line``; of several files where a recipe extends another.
+        bases: labels of the extended recipes, the nearest first.
         overridden: paths set on the command line -> name of the argument, for error messages.
     """
 
     label: str = "recipe"
     data: Any = None
-    lines: dict[KeyPath, int] = field(default_factory=dict)
+    places: dict[KeyPath, str] = field(default_factory=dict)
+    bases: tuple[str, ...] = ()
     overridden: dict[KeyPath, str] = field(default_factory=dict)
 
     def __eq__(self, other: object) -> bool:
@@ -87,8 +89,8 @@ class Document:
             prefix = tuple(path[:length])
             if prefix in self.overridden:
                 return self.overridden[prefix]
-            if prefix in self.lines:
-                return f"{self.label}:{self.lines[prefix]}"
+            if prefix in self.places:
+                return self.places[prefix]
         return self.label
 
 
@@ -105,7 +107,7 @@ def parse(text: str, label: str) -> Document:
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is not None:
-            document.lines.update(_lines(node, (), label))
+            document.places.update((path, f"{label}:{line}") for path, line in _lines(node, (), label))
             document.data = loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""

@@ -23,10 +23,12 @@ import msgspec
 import torch
 
 from optkit.cancellation import StepCancelled, cancellable
+from optkit.runtime.embedding import Embedder, MakeEmbedder
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.kv.offload import CorruptBlock, HostBlockStore
 from optkit.runtime.kv.pools import memory_plan
 from optkit.runtime.kv.shareable import note_step
+from optkit.runtime.pooling import MAX_TEXTS, Pooling
 from optkit.runtime.sampling.logprobs import LogprobRunner
 from optkit.runtime.sampling.sampler import sample
 from optkit.runtime.sampling.speculative import first_rows, verify
@@ -67,6 +69,7 @@ class Engine:
     Attributes:
         departed: returns the ids of requests without a client, which ``abort`` will end after the step; called
             between parts of a step.
+        make_embedder: makes the embedder at the first use; None where there is none, as on GPUs.
         grammars: compiles the constraints of requests; None for an engine without a tokenizer, which refuses them.
     """
 
@@ -98,6 +101,8 @@ class Engine:
         )
         self._copy_seconds = 0.0  # of a block, one way
         self.departed: Callable[[], AbstractSet[str]] = frozenset
+        self.make_embedder: MakeEmbedder | None = None
+        self._embedder: Embedder | None = None
         self._ids = itertools.count()
 
     def step(self) -> list[TokenOutput]:
@@ -206,11 +211,15 @@ class Engine:
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request; ``EngineRefusal`` if it can never be served."""
-        size, ids = self.runner.vocab_size, request.prompt_ids + request.sampling.named_tokens
+        self._check_ids(request.prompt_ids + request.sampling.named_tokens)
+        self.scheduler.add(request, self._matcher(request.sampling))
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        """Refuse token ids outside of the vocabulary, by which native code would index."""
+        size = self.runner.vocab_size
         if ids and not (min(ids) >= 0 and max(ids) < size):
             wrong = next(token for token in ids if not 0 <= token < size)
             raise EngineRefusal(f"token {wrong} is not in the vocabulary of {size}")
-        self.scheduler.add(request, self._matcher(request.sampling))
 
     def _matcher(self, sampling: SamplingParams) -> Matcher | None:
         if sampling.constraint is None:
@@ -226,6 +235,26 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forget the KV outside of running requests, in the pool and offloaded."""
         self.scheduler.reset_prefix_cache()
+
+    def embed(self, prompts: Sequence[Sequence[int]], pooling: Pooling) -> torch.Tensor:
+        """Vectors [prompts, hidden size] float32 of token ids (``optkit.runtime.embedding``), beside all requests.
+
+        Raises:
+            EngineRefusal: a prompt that the model can't take.
+            UserError: the model gives no hidden states.
+        """
+        if not 0 < len(prompts) <= MAX_TEXTS:
+            raise EngineRefusal(f"{len(prompts)} texts, of 1 to {MAX_TEXTS} in a message")
+        for prompt in prompts:
+            self._check_ids(prompt)
+            if not 0 < len(prompt) <= self.config.max_model_len:
+                limit = self.config.max_model_len
+                raise EngineRefusal(f"a text of {len(prompt)} tokens, of 1 to {limit} that the model takes")
+        if self._embedder is None:
+            if self.make_embedder is None:
+                raise EngineRefusal("embeddings are computed on CPUs alone")
+            self._embedder = self.make_embedder()
+        return self._embedder.embed(prompts, pooling)
 
     def stats(self) -> EngineStats:
         return self.scheduler.stats()

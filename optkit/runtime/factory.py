@@ -19,10 +19,12 @@ from optkit.artifact.open import Artifact
 from optkit.errors import UserError
 from optkit.graph.kv_layout import KVLayout, kv_layout, layout_of, one_group
 from optkit.graph.states import KVSpec, StateSpec, recurrent_of, sequence_bytes
+from optkit.graph.variants import SharedWeights
 from optkit.lowering.lower import Executable
 from optkit.machine.heap import trim_heap
 from optkit.machine.present import present_target
-from optkit.recipe.engine_options import MAX_REQUESTS, EngineOptions, engine_options
+from optkit.recipe.engine_options import MAX_REQUESTS, NO_SPECULATION, EngineOptions, engine_options
+from optkit.runtime.embedding import Embedder, hidden_graph
 from optkit.runtime.engine import Engine, RequestFailed
 from optkit.runtime.kv.offload import HostBlockStore, open_store
 from optkit.runtime.kv.windows import most_tokens
@@ -83,7 +85,8 @@ def load_engine(artifact_dir: str, options: EngineOptions) -> Engine:
     """
     os.environ.setdefault("ONEDNN_CACHE_CONTEXT_UNSAFE", "1")  # weights never move: skip primitive rebuilds
     artifact = Artifact.open(artifact_dir, verify=False)
-    model = artifact.executable(trust_code=options.trust_artifact_code)
+    shared = SharedWeights() if artifact.recipe.target == "cpu" else None
+    model = artifact.executable(trust_code=options.trust_artifact_code, shared=shared)
     gpu = device_of(model)
     if model.device.type == "cpu":
         warn_about_kernels(artifact.directory)
@@ -95,20 +98,32 @@ def load_engine(artifact_dir: str, options: EngineOptions) -> Engine:
     config, store = scheduler_config(model, options, artifact.recipe.target), None
     if reason := kv_layout(model.states).reason:
         logger.info("layers with a window keep the KV of all tokens: %s", reason)
-    if options.kv_offload_dir is not None and options.kv_offload_bytes is None:
+    if options.kv_offload_dir is not None and not options.kv_offload_bytes:
         raise UserError(
             "a directory for offloaded KV needs a size", where="kv_offload_dir", fix="give --kv-offload-bytes"
         )
-    if options.kv_offload_bytes is not None:
+    if options.kv_offload_bytes:
         config, store = offloading(config, model, options.kv_offload_bytes, options.kv_offload_dir)
     engine = make_engine(model, config, gpu, store, guesses, cost, present_target(artifact.recipe.target))
     tokenizer = artifact.directory / "tokenizer.json"
     engine.grammars = Grammars(partial(vocabulary, tokenizer, model.vocab_size))
     if takes_the_rest:
         engine.memory_share = options.gpu_memory_utilization
+    if shared is not None:
+        engine.make_embedder = lambda: embedder(artifact, shared, engine.config)
     warm_up(engine, artifact_dir)
     trim_heap()
     return engine
+
+
+def embedder(artifact: Artifact, shared: SharedWeights, config: SchedulerConfig) -> Embedder:
+    """The embedder of an artifact for a CPU, whose packed weights are in ``shared``.
+
+    Raises:
+        UserError: the graph has no output head.
+    """
+    model = artifact.executable(shared=shared, change=hidden_graph)
+    return Embedder(model, config.block_size, config.max_num_batched_tokens)
 
 
 def device_of(model: Executable) -> Device | None:
@@ -290,7 +305,7 @@ def speculator(
 ) -> Speculator | None:
     """The source of guesses in ``speculative_model``, ``ngram`` or another artifact; None without a source."""
     method = options.speculative_model
-    if method is None:
+    if method in (None, NO_SPECULATION):
         return None
     refuse_recurrent(model, "wrong guesses can't be taken out of the model's recurrent state again")
     lengths = Lengths(cost, options.num_speculative_tokens)

@@ -3,7 +3,7 @@
 The path of a request, a module per step::
 
     http/auth          host, key, header size                (ASGI middleware)
-    http/json_body     the bytes of the body, bounded
+    http/body          the bytes of the body, bounded
     openai/protocol    strict JSON to a checked request
     http/admission     a bounded number of choices at a time
     openai/prompts     text or messages to token ids within the context

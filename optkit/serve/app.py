@@ -33,6 +33,7 @@ from optkit.serve.constraints.checker import ConstraintChecker
 from optkit.serve.engine_api import AsyncEngine, ServeSettings
 from optkit.serve.http.admission import Admission
 from optkit.serve.http.auth import AuthMiddleware, path_of
+from optkit.serve.http.error_response import error_response
 from optkit.serve.http.errors import ApiError, internal_error
 from optkit.serve.metrics import Metrics
 from optkit.serve.openai.defaults import SamplingDefaults
@@ -162,7 +163,7 @@ def _add_health(app: FastAPI, state: AppState, settings: ServeSettings) -> None:
 def _add_errors(app: FastAPI) -> None:
     async def api_error(http: Request, error: Exception) -> Response:
         known = error if isinstance(error, ApiError) else internal_error(error)
-        return known.response(path_of(http.scope))
+        return error_response(known, path_of(http.scope))
 
     async def http_error(http: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
@@ -170,7 +171,7 @@ def _add_errors(app: FastAPI) -> None:
             return _wrong_method(http, error)
         message = "no such path" if status == 404 else "bad request"
         code = "not_found" if status == 404 else None
-        return ApiError(message, code=code, status=status).response(path_of(http.scope))
+        return error_response(ApiError(message, code=code, status=status), path_of(http.scope))
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(HTTPException, http_error)
@@ -184,6 +185,7 @@ def _wrong_method(http: Request, error: HTTPException) -> Response:
     if http.method == "OPTIONS":
         return Response(status_code=204, headers={"Allow": allow})
     message = f"this method is not allowed here; the allowed ones are {allow}"
-    answer = ApiError(message, code="method_not_allowed", status=405).response(path_of(http.scope))
+    refusal = ApiError(message, code="method_not_allowed", status=405)
+    answer = error_response(refusal, path_of(http.scope))
     answer.headers["Allow"] = allow
     return answer

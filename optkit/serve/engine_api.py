@@ -14,8 +14,16 @@ from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.types import EngineRequest, EngineStats, TokenOutput
 
 
-class AsyncEngine(Protocol):
-    """An engine that generates tokens."""
+class TokenSource(Protocol):
+    """A source of an answer's tokens."""
+
+    def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
+        """Outputs until an output has a ``finish_reason``. Closing or cancelling the generator aborts the request."""
+        ...
+
+
+class AsyncEngine(TokenSource, Protocol):
+    """An engine that generates tokens, with its state."""
 
     @property
     def stats(self) -> EngineStats: ...
@@ -35,10 +43,6 @@ class AsyncEngine(Protocol):
         ...
 
     async def reset_prefix_cache(self) -> None: ...
-
-    def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
-        """Outputs until an output has a ``finish_reason``. Closing or cancelling the generator aborts the request."""
-        ...
 
 
 @dataclass(frozen=True)

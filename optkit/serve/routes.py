@@ -23,7 +23,7 @@ from fastapi.responses import JSONResponse, Response
 
 from optkit.serve.anthropic.answers import MessagesEndpoint
 from optkit.serve.anthropic.protocol import parse_count, parse_messages
-from optkit.serve.http.json_body import read_body
+from optkit.serve.http.body import read_body
 from optkit.serve.openai import tokenize as tokens
 from optkit.serve.openai.answers import Endpoint
 from optkit.serve.openai.parsing import parse_request

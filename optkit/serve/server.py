@@ -76,7 +76,6 @@ class ServeOptions:
     api_keys: tuple[str, ...] = ()
     max_queue: int = 256
     request_timeout: float = 600.0
-    threads: int = 0
     shutdown_timeout: int = 25
     otlp_traces_endpoint: str | None = None
     tool_call_parser: str = AUTO
@@ -99,7 +98,7 @@ def run(
     """Serve ``artifact`` until a signal; returns the exit code.
 
     Args:
-        launched: an engine process started early, with ``options.threads``.
+        launched: an engine process started early.
         announce: called with the line that names the server's address; standard output by default.
 
     Raises:
@@ -121,7 +120,7 @@ def run(
         def make_client() -> EngineClient:
             """The client of an engine; the first client takes the process that was launched early."""
             first = early.pop() if early else None
-            return EngineClient(str(opened.directory), engine, threads=options.threads, launched=first)
+            return EngineClient(str(opened.directory), engine, launched=first)
 
         return serve(opened, make_client, options, sock, announce or _print_line)
 

@@ -105,7 +105,8 @@ class CalibratedQuantization(LinearQuantization):
     """A quantizer with statistics of each layer's activations."""
 
     def format_for(self, graph: Graph, node: fx.Node, name: str) -> WeightFormat | str:
-        return self.config.format_for(graph, node)
+        config = self.config_for(graph, node)
+        return config if isinstance(config, str) else config.format_for(graph, node)
 
     @abstractmethod
     def solve_weight(

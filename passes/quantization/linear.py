@@ -22,6 +22,7 @@ from optkit.kernels import reference
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
 from optkit.passes.quantization.experts import ROUTER, SOME_EXPERTS, routers, some_experts
 from optkit.passes.quantization.formats import WeightFormat
+from optkit.passes.quantization.overrides import layer_config
 from optkit.passes.quantization.rewriter import QuantizedLinearRewriter, variant_name
 from optkit.passes.quantization.targets import (
     LINEAR,
@@ -66,6 +67,10 @@ class LinearQuantization(Pass):
     def format_for(self, graph: Graph, node: fx.Node, name: str) -> WeightFormat | str:
         """The format of ``node``, a linear called ``name``, or the reason against any."""
 
+    def config_for(self, graph: Graph, node: fx.Node) -> Any:
+        """The options of linear ``node``, or the reason against the layer, as text."""
+        return layer_config(self.config, graph, node)
+
     def quantize(self, name: str, weight: Tensor, fmt: WeightFormat) -> dict[str, Tensor]:
         """The operands for weight [N, K] of layer ``name``: rounded to nearest, unless overridden."""
         return fmt.round(weight)
@@ -75,6 +80,7 @@ class LinearQuantization(Pass):
         linears = {node: site_name(graph, node) for node in graph.calls(*FLOAT_LINEARS)}
         choosing = routers(graph)
         check_targets(self.config.targets, graph, linears)
+        check_targets(list(getattr(self.config, "overrides", {})), graph, linears, "overrides")
         for node, name in linears.items():
             reason = ROUTER if node in choosing else self.why_not(graph, node, name, ctx)
             if reason:

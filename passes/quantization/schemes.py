@@ -105,6 +105,9 @@ def fitting(fmt: WeightFormat, scheme: str, k: int, uneven: UnevenGroups) -> Wei
     return f"{reason} or of a smaller one"
 
 
+SCHEME_OPTIONS = ("scheme", "group_size", "uneven_groups")  # of a layer
+
+
 class SchemeConfig(LinearQuantizationConfig):
     """Options of passes with a scheme."""
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 POINTS = 11  # exponents tried
 LEVELS = 127.0
+BLOCK_VALUES = 1 << 19  # 2 MB of float32
 
 
 def smoothing_scale(magnitude: Tensor, weights: Sequence[Tensor], alpha: float) -> Tensor:
@@ -36,27 +37,38 @@ def search_smoothing(x: Tensor, weights: Sequence[Tensor], group_size: int) -> T
     ``group_size`` channels of a token, and of a weight row, will share an int8 scale; 0: all.
     """
     weight = torch.cat([w.to(torch.float32) for w in weights])
-    best = torch.ones(x.shape[1])
-    least = smoothed_error(x, weight, best, group_size)
+    largest = weight.abs().amax(dim=0, keepdim=True)
+    scales = [torch.ones(x.shape[1])]
     for magnitude in (x.abs().amax(dim=0), x.square().mean(dim=0).sqrt()):
-        for point in range(POINTS):
-            scale = smoothing_scale(magnitude, [weight], point / (POINTS - 1))
-            error = smoothed_error(x, weight, scale, group_size)
-            if error < least:
-                best, least = scale, error
-    return best
+        scales += [smoothing_scale(magnitude, [largest], point / (POINTS - 1)) for point in range(POINTS)]
+    tried = torch.stack(scales)
+    return tried[int(smoothed_errors(x, weight, tried, group_size).argmin())]
 
 
-def smoothed_error(x: Tensor, weight: Tensor, scale: Tensor, group_size: int) -> float:
-    """Expected squared error of a token's outputs, by the module's formula."""
-    lost_x = rounding_error(x / scale, group_size).square().mean(dim=0)
-    lost_w = rounding_error(weight * scale, group_size).square().sum(dim=0)
+def smoothed_errors(x: Tensor, weight: Tensor, scales: Tensor, group_size: int) -> Tensor:
+    """Expected squared errors [C] of a token's outputs with each of ``scales`` [C, K], by the module's formula."""
+    squares = scales.double().square()
+    lost_x = squared_rounding_errors(x, scales.reciprocal(), group_size) / len(x)
+    lost_w = squared_rounding_errors(weight, scales, group_size)
     own_x, own_w = x.square().mean(dim=0), weight.square().sum(dim=0)
-    return float((lost_x * scale.square() * own_w + lost_w * own_x / scale.square()).sum())
+    return (lost_x * squares * own_w + lost_w * own_x / squares).sum(dim=1)
 
 
-def rounding_error(values: Tensor, group_size: int) -> Tensor:
-    """The squared error of int8 with a scale for each run of channels, on values [M, K]."""
-    groups = values.unflatten(1, (-1, group_size or values.shape[1]))
-    step = groups.abs().amax(dim=2, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / LEVELS
-    return (torch.round(groups / step) * step - groups).flatten(1)
+def squared_rounding_errors(values: Tensor, scales: Tensor, group_size: int) -> Tensor:
+    """Sums [C, K] over the rows of values [M, K] of squared errors of int8, for values times each of ``scales`` [C, K].
+
+    A few rows at a time are scaled by all candidates, in buffers that stay in the processor's cache. The C library
+    returns new temporaries of this size to the system after each use, and page faults take longer than arithmetic.
+    """
+    columns = values.shape[1]
+    sums = torch.zeros(scales.shape, dtype=torch.float64)
+    buffers = torch.empty(2, min(len(values), max(1, BLOCK_VALUES // columns)), columns)
+    for rows in values.split(buffers.shape[1]):
+        scaled, other = (b[: len(rows)].unflatten(1, (-1, group_size or columns)) for b in buffers)
+        for total, scale in zip(sums, scales, strict=True):
+            torch.mul(rows, scale, out=scaled.view(rows.shape))
+            torch.abs(scaled, out=other)
+            step = other.amax(dim=2, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny).div_(LEVELS)
+            torch.round(scaled.div_(step), out=other)
+            total += other.sub_(scaled).mul_(step).square_().view(rows.shape).sum(dim=0)
+    return sums

@@ -53,10 +53,16 @@ def compiling(patterns: list[str]) -> list[str]:
 Patterns = Annotated[list[str], AfterValidator(compiling)]  # of modules, an option of a pass
 
 
-def check_targets(targets: Sequence[str], graph: Graph, linears: Mapping[fx.Node, str]) -> None:
-    """Refuse a target without a linear layer of the name: a typo would leave a model in float."""
+def check_targets(
+    targets: Sequence[str], graph: Graph, linears: Mapping[fx.Node, str], option: str = "targets"
+) -> None:
+    """Refuse a pattern of ``option`` without a linear layer of the name: a typo would leave a model in float."""
     names = {member for node, name in linears.items() for member in [*members(graph, node, name), name]}
     for target in targets:
         if target != LINEAR and names and not any(matches(target, name) for name in names):
             fix = nearest(target.rpartition(".")[2], {name.rpartition(".")[2] for name in names} | {LINEAR})
-            raise UserError(f"target '{target}' is no linear layer of this model", where="targets", fix=fix)
+            raise UserError(
+                f"{option.removesuffix('s')} '{target}' is no linear layer of this model",
+                where=option,
+                fix=fix,
+            )

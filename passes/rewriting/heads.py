@@ -16,7 +16,6 @@ from optkit.kernels import reference
 from optkit.passes.base import Site
 
 aten = torch.ops.aten
-PER_HEAD = ops.having(lambda op: op.per_head)  # what may lie between a projection's heads and attention
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ def only_user(node: fx.Node | None) -> fx.Node | None:
 
 def split_into_heads(node: Any) -> fx.Node | None:
     """The reshape to [T, heads, size] behind an input of attention, through ops on single heads."""
-    while isinstance(node, fx.Node) and node.target in PER_HEAD and len(node.users) == 1:
+    while isinstance(node, fx.Node) and ops.is_per_head(node.target) and len(node.users) == 1:
         node = node.args[0]
     if not isinstance(node, fx.Node) or node.target is not aten.reshape.default or len(node.users) > 1:
         return None

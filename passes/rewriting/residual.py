@@ -18,7 +18,7 @@ from optkit.graph.ir import Graph
 from optkit.kernels import reference
 
 aten = torch.ops.aten
-NORMS = ops.having(lambda op: op.is_norm)
+NORMS = ops.norm_ops()
 SCALES = (aten.mul.Tensor, aten.div.Tensor)  # by a number or a constant of one element
 
 

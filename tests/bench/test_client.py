@@ -1,5 +1,6 @@
 """The client against scripted streams: what is recorded, in which order, and how failures look."""
 
+import asyncio
 import re
 
 import pytest
@@ -122,3 +123,11 @@ def test_problems_name_wrong_lengths_and_cache_hits():
         "3 output tokens, asked for 4",
         "5 prompt tokens came from a cache",
     ]
+
+
+def test_a_workload_runs_inside_of_a_running_event_loop_as_in_a_notebook():
+    async def cell():
+        return run(normal)
+
+    _, _, records = asyncio.run(cell())
+    assert len(records) == 3 and all(r.ok for r in records)

@@ -237,7 +237,9 @@ def test_optkit_and_transformers_are_started_by_optkit_bench(model, tmp_path):
         "serve",
         str(tmp_path),
     ]
-    assert "optkit.bench.transformers_server" in Transformers().command(model, 85)
+    command = Transformers("bfloat16").command(model, 85)
+    assert "optkit.bench.transformers_server" in command and command[-2:] == ["--dtype", "bfloat16"]
+    assert Transformers("bfloat16").name == "transformers-bf16"
 
 
 def test_an_environment_is_made_once_for_each_set_of_pins(model, monkeypatch):

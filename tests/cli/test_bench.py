@@ -1,20 +1,13 @@
-"""optkit bench: bounds, the SLO of a recipe, exit codes, results."""
+"""optkit bench: output, exit codes, results."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from optkit.artifact.open import Artifact
 from optkit.bench import run as bench_run
-from optkit.bench.metrics import LatencyBounds
 from optkit.cli import main
-from optkit.cli.bench import parse_bounds, recipe_bounds
-from optkit.errors import UserError
-from optkit.recipe.load import parse_recipe
 from tests.support.fake_server import FakeServer, normal
 
 
@@ -26,28 +19,9 @@ def quick(monkeypatch):
     monkeypatch.setattr(bench_run.workload, "text_ids", lambda tokenizer: list(range(500)))
 
 
-@pytest.mark.parametrize(
-    ("text", "slo"),
-    [
-        ("ttft:700", LatencyBounds(ttft=700)),
-        ("ttft:700,tpot:50.5", LatencyBounds(700, 50.5)),
-        ("e2e:1 ttft:2", LatencyBounds(2, None, 1)),
-        ("", LatencyBounds()),
-    ],
-)
-def test_parse_bounds_reads_milliseconds_by_metric(text, slo):
-    assert parse_bounds(text) == slo
-
-
-@pytest.mark.parametrize("text", ["tft:700", "ttft", "ttft:x", "ttft:-1", "ttft:nan", "ttft:inf", "ttft:0"])
-def test_parse_bounds_raises_a_user_error_when_a_bound_is_wrong(text):
-    with pytest.raises(UserError):
-        parse_bounds(text)
-
-
 @pytest.fixture
 def no_model(monkeypatch):
-    monkeypatch.setattr("optkit.cli.bench._tokenizer_dir", lambda *_: "")
+    monkeypatch.setattr("optkit.bench.sides.tokenizer_directory", lambda *_: "")
 
 
 def test_bench_prints_a_table_and_saves_a_result_when_a_url_is_given(no_model, capsys, tmp_path):
@@ -91,15 +65,3 @@ def test_bench_sends_the_api_key_to_the_url(no_model, monkeypatch):
         words = ["bench", "--url", url, "--num-prompts", "1", "--rounds", "1", "--num-warmups", "0", "--json"]
         assert main.run([*words, "--input-len", "4", "--output-len", "1"]) == 0
     assert {h.get("authorization") for h in server.headers} == {"Bearer secret"}
-
-
-def test_recipe_bounds_are_the_slo_of_the_artifacts_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    bounded = parse_recipe("schema_version: 1\nname: p\npasses: {}\nslo: {ttft_ms: 700}\n")
-    silent = parse_recipe("schema_version: 1\nname: s\npasses: {}\n")
-    opened = {"bounded": bounded, "silent": silent}
-    monkeypatch.setattr(Artifact, "open", lambda path: SimpleNamespace(recipe=opened[path.name]))
-    assert recipe_bounds(Path("bounded")) == LatencyBounds(ttft=700)
-    with pytest.raises(UserError, match="the artifact's recipe has no slo"):
-        recipe_bounds(Path("silent"))
-    with pytest.raises(UserError, match="no recipe without an artifact"):
-        recipe_bounds(None)

@@ -84,3 +84,56 @@ def test_schema_prints_the_options_of_the_passes(capsys: Output) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     for name in shipped_names():
         jsonschema.validate(load_recipe(name).to_data(), schema)
+
+
+OWN = """\
+schema_version: 1
+name: own
+extends: ttft-cpu
+serving: {speculative_model: ngram, threads: 2}
+evaluation: {text: our.txt}
+passes: {kv_int8: false, "int8@more": {targets: [up_proj], group_size: 64}, flash_attention: {}}
+"""
+
+
+def test_show_prints_the_merged_recipe(tmp_path: Path, capsys: Output) -> None:
+    (tmp_path / "own.yaml").write_text(OWN)
+    assert run(["recipe", "show", str(tmp_path / "own.yaml")]) == 0
+    shown = parse_recipe(capsys.readouterr().out)  # complete: a text alone extends nothing
+    assert shown == load_recipe(str(tmp_path / "own.yaml"))
+    assert [entry.name for entry in shown.passes][-3:] == ["int8", "int8@more", "flash_attention"]
+
+
+def test_check_prints_bases_serving_text_and_labels(tmp_path: Path, capsys: Output) -> None:
+    (tmp_path / "own.yaml").write_text(OWN)
+    assert (
+        run(["recipe", "check", str(tmp_path / "own.yaml"), "--set", "passes.int8@more.group_size=32"]) == 0
+    )
+    shown = capsys.readouterr().out
+    for part in ("extends   ttft-cpu.yaml", "speculative_model=ngram, threads=2", "quality   on our.txt"):
+        assert part in shown
+    assert "group_size=32" in shown.split("int8@more")[1].splitlines()[0]
+    (tmp_path / "own.yaml").write_text(OWN.replace("group_size: 64", "group_size: 7"))
+    assert run(["recipe", "check", str(tmp_path / "own.yaml")]) == 2
+    assert "own.yaml:6: passes.int8@more.group_size" in capsys.readouterr().err
+
+
+def test_schema_knows_labels_extends_overrides_and_left_out_passes(capsys: Output) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    assert run(["recipe", "schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+
+    def valid(passes: object) -> bool:
+        recipe = {"schema_version": 1, "name": "r", "extends": "ttft-cpu", "passes": passes}
+        return bool(jsonschema.Draft202012Validator(schema).is_valid(recipe))
+
+    assert valid({"int8": False, "gptq@mlp": {"group_size": 64}, "layers": {"one_of": [{"rtn@x": {}}]}})
+    assert valid({"rtn": {"overrides": {"down_proj": {"scheme": "W8A16"}}}})
+    for wrong in (
+        {"gptq@mlp": {"group_sise": 64}},
+        {"gptq@": {}},
+        {"gtpq@mlp": {}},
+        {"rtn": {"overrides": {"down_proj": {"calibration": {}}}}},
+        {"layers": {"one_of": [{"rtn@": {}}]}},
+    ):
+        assert not valid(wrong), wrong

@@ -20,12 +20,12 @@ from optkit.serve.tools.formats import AUTO, FORMATS, REASONING_PARSERS
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The calls that ``optkit serve`` makes: threads and end of the engine process, artifact and options."""
+    """The calls that ``optkit serve`` makes: start and end of the engine process, artifact and options."""
     calls: list[Any] = []
 
     @contextmanager
-    def launched(threads: int) -> Iterator[str]:
-        calls.append(("launch", threads))
+    def launched() -> Iterator[str]:
+        calls.append("launch")
         try:
             yield "engine"
         finally:
@@ -45,7 +45,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_serve_without_flags_has_the_defaults_of_the_server(served: list[Any]) -> None:
     assert run(["serve", "somewhere"]) == 3
     assert served == [
-        ("logs", "text"), ("launch", 0), (Path("somewhere"), ServeOptions(), "engine"), "left",
+        ("logs", "text"), "launch", (Path("somewhere"), ServeOptions(), "engine"), "left",
     ]  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def test_serve_passes_every_flag_on(served: list[Any], tmp_path: Path) -> None:
     names = ["--served-model-name", "a", "--served-model-name", "b"]
     names += ["--allowed-origins", "https://a", "--allowed-origins", "https://b"]
     assert run(["serve", "here", *names, *(word for flag in flags.items() for word in flag)]) == 3
-    assert served[:2] == [("logs", "json"), ("launch", 3)]
+    assert served[:2] == [("logs", "json"), "launch"]
     assert served[2][1] == ServeOptions(
         host="0.0.0.0",
         port=0,
@@ -82,7 +82,6 @@ def test_serve_passes_every_flag_on(served: list[Any], tmp_path: Path) -> None:
         api_keys=("one", "two"),
         max_queue=5,
         request_timeout=1.5,
-        threads=3,
         shutdown_timeout=7,
         otlp_traces_endpoint="http://localhost:4318/v1/traces",
         tool_call_parser="hermes",
@@ -93,7 +92,7 @@ def test_serve_passes_every_flag_on(served: list[Any], tmp_path: Path) -> None:
         root_path="/llm",
         ssl_certfile=Path("own.pem"),
         ssl_keyfile=Path("own.key"),
-        engine={"max_num_seqs": 4},
+        engine={"max_num_seqs": 4, "threads": 3},
     )
 
 
@@ -104,4 +103,4 @@ def test_names_of_parsers_are_those_of_the_formats() -> None:
 
 def test_serve_with_an_unreadable_key_file_serves_nothing(served: list[Any], tmp_path: Path) -> None:
     assert run(["serve", "here", "--api-key-file", str(tmp_path / "none")]) == 2
-    assert served == [("logs", "text"), ("launch", 0), "left"]
+    assert served == [("logs", "text"), "launch", "left"]

@@ -69,7 +69,7 @@ def test_weights_of_a_model_larger_than_the_cache_are_read_from_memory(
     machine: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graph, found = captured("llama", num_hidden_layers=4), times()
-    monkeypatch.setattr(kernel_times, "cache_bytes", lambda: 2 * graph.num_bytes())
+    monkeypatch.setattr(kernel_times, "last_level_cache_bytes", lambda: 2 * graph.num_bytes())
     found.step_seconds(graph, DECODE)
     assert not any("cold" in key for key in found.seconds)
     found.step_seconds(graph, DECODE, layers=30)  # the whole does not fit, though these layers do

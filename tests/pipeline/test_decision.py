@@ -7,7 +7,7 @@ from math import isnan, nan
 
 import pytest
 
-from optkit.pipeline.decision import Evidence, decide
+from optkit.pipeline.decision import Evidence, decide, excess_share
 from optkit.recipe.schema import Accept
 from tests.support.sample_artifact import int8_record, quality, timing
 
@@ -104,3 +104,20 @@ def test_evidence_of_a_pass_undone_for_speed_has_speed_and_no_quality() -> None:
     evidence = Evidence.of(int8_record(quality={}))
     assert evidence.speedup == pytest.approx(2.0) and evidence.memory_bytes == 100_000_000
     assert all(map(isnan, (evidence.kld, evidence.top1, evidence.ppl_ratio)))
+
+
+@pytest.mark.parametrize(
+    ("kld", "top1", "share"),
+    [
+        (0.005, 0.98, 0.0),  # within both
+        (0.04, 0.98, 0.75),  # a quarter of the divergence is allowed
+        (0.005, 0.94, 0.75),  # twice the allowed changes of the top token: four times the divergence
+        (0.02, 0.94, 0.75),  # the tighter bound counts
+        (nan, nan, 0.0),
+        (0.0, 1.0, 0.0),
+    ],
+)
+def test_share_of_the_divergence_that_is_too_much(kld: float, top1: float, share: float) -> None:
+    evidence = replace(EVIDENCE, kld=kld, top1=top1)
+    assert excess_share(Accept(max_kld=0.01, min_top1=0.97), evidence) == pytest.approx(share)
+    assert excess_share(Accept(), evidence) == 0.0

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
+import hashlib
 import json
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 
 from optkit import passes
 from optkit.artifact.open import Artifact
+from optkit.checkpoint.modules import modules
 from optkit.errors import UserError
 from optkit.graph.ir import Graph
 from optkit.graph.serialize import graph_to_json
@@ -23,7 +23,9 @@ from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Stage
 from optkit.pipeline import driver, measurement, runner, sources
 from optkit.pipeline.decision import Evidence
 from optkit.pipeline.driver import PassFailed
+from optkit.text import corpora
 from tests.support.graphs import dense, relative_error
+from tests.support.plugin_package import PASS, forget, install
 from tests.support.small_runs import IDS, TTFT_CPU, decisions, lower_dense, recipe, run, transformers_logits
 from tests.support.target import TARGET
 
@@ -160,34 +162,6 @@ def test_a_second_run_resumes(source: Path, tmp_path: Path, monkeypatch: pytest.
     assert work[3:] == ["int8"]
 
 
-PLUGIN = """
-from optkit.passes.base import Pass, PassResult, Plan, Site, Stage
-
-class Notes(Pass):
-    name = "notes"
-    stage = Stage.FUSE
-
-    def check(self, graph, ctx):
-        return Plan([Site("everything", ())])
-
-    def apply(self, graph, plan, ctx):
-        return PassResult(1, {"word": "WORD"})
-"""
-
-
-def install_plugin(directory: Path, word: str, version: str = "0.1") -> None:
-    """A distribution with one pass, as it lies in a folder of installed packages."""
-    for left in directory.glob("*"):
-        shutil.rmtree(left)
-    package, metadata = directory / "notes_plugin", directory / f"notes_plugin-{version}.dist-info"
-    package.mkdir(parents=True)
-    metadata.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "notes.py").write_text(PLUGIN.replace("WORD", word))
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: notes-plugin\nVersion: {version}\n")
-    (metadata / "entry_points.txt").write_text("[optkit.passes]\nnotes = notes_plugin.notes:Notes\n")
-
-
 def test_a_plugin_pass_runs_again_after_an_edit_of_its_code_or_a_new_version(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,10 +170,10 @@ def test_a_plugin_pass_runs_again_after_an_edit_of_its_code_or_a_new_version(
     work, found = counted(monkeypatch), []
     steps = [("first", "0.1"), ("first", "0.1"), ("second", "0.1"), ("second", "0.2")]
     for number, (word, version) in enumerate(steps):
-        install_plugin(tmp_path / "installed", word, version)
-        for name in ("notes_plugin.notes", "notes_plugin"):  # as in a new process
-            monkeypatch.delitem(sys.modules, name, raising=False)
-        importlib.invalidate_caches()
+        entries = {"optkit.passes": {"notes": "notes_plugin.notes:Notes"}}
+        files = {"notes_plugin/__init__.py": "", "notes_plugin/notes.py": PASS.replace("WORD", word)}
+        install(tmp_path / "installed", "notes-plugin", entries, files, version)
+        forget(monkeypatch, "notes_plugin.notes", "notes_plugin")
         sources.package_digest.cache_clear()
         sources.locations.cache_clear()
         record = run(source, tmp_path / str(number), "passes: {notes: {}}").passes[0]
@@ -382,3 +356,53 @@ def test_an_artifact_opens_by_a_relative_path(
     run(source, tmp_path / "here", "passes: {}")
     monkeypatch.chdir(tmp_path)
     assert Artifact.open(Path("here")).graph().meta.model_type == "llama"
+
+
+# -- a pass more than once, and an own text --------------------------------------------------------------------
+
+
+def test_a_pass_runs_as_often_as_it_is_listed_each_time_with_its_own_options(
+    source: Path, tmp_path: Path
+) -> None:
+    text = """
+passes:
+  rtn: {scheme: W8A16, group_size: 32, targets: ["re:.*self_attn.*"]}
+  rtn@mlp: {scheme: W4A16, group_size: 16, targets: ["re:.*mlp.*"], accept: {max_kld: 10.0}}
+accept: {max_kld: 10.0}
+"""
+    record = run(source, tmp_path / "out", text)
+    assert decisions(record) == {"rtn": "kept", "rtn@mlp": "kept"}
+    artifact = Artifact.open(tmp_path / "out")
+    assert [entry["name"] for entry in artifact.manifest["passes"]] == ["rtn", "rtn@mlp"]
+    found = {module.name.split(".")[-1]: module.bits for module in modules(artifact.graph())}
+    assert {found[name] for name in ("q_proj", "o_proj")} == {8}
+    assert {found[name] for name in ("up_proj", "down_proj")} == {4}
+    assert artifact.recipe == recipe(text)
+
+
+def test_quality_is_measured_on_the_author_s_text_and_another_text_measures_again(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
+    file, shipped = tmp_path / "own.txt", corpora.load_text("evaluation")
+    text = f"passes: {{int8: {{}}}}\nevaluation: {{text: {file}}}\naccept: {{max_kld: 10.0}}"
+    work, reports = counted(monkeypatch), []
+    for part in (shipped[:4000], shipped[:4000], shipped[2000:5999]):
+        file.write_text(part)
+        reports.append(run(source, tmp_path / f"out{len(reports)}", text).passes[0].quality)
+    assert work == ["capture", "int8", "int8"]
+    assert reports[0] == reports[1] != reports[2]
+    report = json.loads((tmp_path / "out2" / "optkit" / "report.json").read_text())
+    digest = hashlib.sha256(shipped[2000:5999].encode()).hexdigest()
+    assert report["evaluation"] == {"text": str(file), "sha256": digest}
+    assert digest in (tmp_path / "out2" / "optkit" / "report.html").read_text()
+
+
+def test_a_text_that_is_too_short_is_refused_before_anything_runs(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = counted(monkeypatch)
+    (tmp_path / "own.txt").write_text("short")
+    with pytest.raises(UserError, match="at least 1024 are needed"):
+        run(source, tmp_path / "out", f"passes: {{}}\nevaluation: {{text: {tmp_path / 'own.txt'}}}")
+    assert work == []

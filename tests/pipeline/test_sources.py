@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from optkit.pipeline import sources
+from tools import structure
 
 FOLDERS = {"optkit": "", "optkit.passes": "passes", "optkit.kernels": "kernels"}
 DATA = "optkit.recipes"  # YAML files, whose content is in the keys of steps
@@ -26,8 +27,8 @@ def file_of(module: str) -> Path | None:
 
 
 def names(module: str, file: Path) -> Iterator[str]:
-    """Everything in ``file`` that may name a module: imports, also inside functions, and rows of tables."""
-    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+    """Everything in ``file`` that may name a module at run time: imports, also inside functions, and rows of tables."""
+    for node in structure.run_time_nodes(ast.parse(file.read_text("utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

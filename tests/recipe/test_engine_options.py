@@ -54,6 +54,7 @@ EFFECTIVE = {
     ("EngineInfo", "gpu_memory_utilization"),
     ("Model", "max_model_len"),
     ("Runner", "block_size"),
+    ("Embedder", "block_size"),
 }
 
 
@@ -75,8 +76,10 @@ def test_an_option_has_a_help_text_a_group_and_a_unit_where_it_counts_something(
 
 
 def test_the_flags_of_serve_are_the_options_that_have_one() -> None:
-    own = {"artifact", "host", "port", "threads", "served_model_name", "api_key_file", "max_queue"}
-    own |= {"request_timeout", "log_format", "otlp_traces_endpoint", "shutdown_timeout"}
+    own = {"artifact", "host", "port", "served_model_name", "api_key_file", "max_queue"}
+    own |= {"request_timeout", "log_format", "otlp_traces_endpoint", "shutdown_timeout", "chat_template"}
+    own |= {"allowed_origins", "root_path", "ssl_certfile", "ssl_keyfile", "generation_config"}
+    own |= {"tool_call_parser", "reasoning_parser"}
     parameters = inspect.signature(serve.serve).parameters
     assert set(parameters) - own == {name for name in NAMES if fact(name, "flag")}
     text = Path(inspect.getsourcefile(serve) or "").read_text()
@@ -86,10 +89,10 @@ def test_the_flags_of_serve_are_the_options_that_have_one() -> None:
 @pytest.mark.parametrize("name", IN_RECIPES)
 def test_a_recipe_has_the_default_and_the_bounds_of_the_option(name: str) -> None:
     section, key = fact(name, "recipe").split(".")
-    model = {"runtime": schema.Runtime, "slo": schema.Slo}[section]
+    model = {"runtime": schema.Runtime, "slo": schema.Slo, "serving": schema.Serving}[section]
     assert getattr(model(), key) == getattr(DEFAULTS, name)
     limits = bounds(name)
-    assert limits
+    assert bool(limits) == (value_type(name) in (int, float))
     for side, bad, good in (("ge", -1, 0), ("gt", 0, 1), ("le", 1, 0)):
         if side in limits:
             value = limits[side]
@@ -118,6 +121,7 @@ def test_the_sections_of_a_recipe_have_no_option_that_is_not_the_engine_s() -> N
     keys = {fact(name, "recipe") for name in IN_RECIPES}
     found = {f"runtime.{key}" for key in schema.Runtime.model_fields}
     found |= {f"slo.{key}" for key in schema.Slo.model_fields}
+    found |= {f"serving.{key}" for key in schema.Serving.model_fields}
     assert found - keys == {"runtime.compute_dtype"}  # decides how the graph is lowered
     assert keys <= found
 
@@ -127,6 +131,26 @@ def test_a_given_option_wins_over_the_recipe_and_the_recipe_over_the_default() -
     found = engine_options(recipe, {"max_num_seqs": 5, "tpot_slo_ms": None, "queue_timeout": 2.5})
     assert (found.max_num_seqs, found.tpot_slo_ms, found.block_size, found.queue_timeout) == (5, 40, 8, 2.5)
     assert found.num_speculative_tokens == DEFAULTS.num_speculative_tokens
+
+
+def test_a_recipe_sets_how_it_is_served_and_a_given_option_turns_it_off() -> None:
+    recipe = load_recipe(
+        "ttft-cpu",
+        ["serving.speculative_model=ngram", "serving.kv_offload_bytes=1MiB", "serving.threads=3"],
+    )
+    found = engine_options(recipe)
+    assert (found.speculative_model, found.kv_offload_bytes, found.threads) == ("ngram", 1 << 20, 3)
+    off = engine_options(recipe, {"speculative_model": "none", "kv_offload_bytes": 0, "threads": 0})
+    assert (off.speculative_model, off.kv_offload_bytes, off.threads) == ("none", 0, 0)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["serving.speculative_model=draft/", "serving.kv_offload_dir=/tmp", "serving.trust_artifact_code=true"],
+)
+def test_a_recipe_names_no_path_and_trusts_no_code(override: str) -> None:
+    with pytest.raises(UserError):
+        load_recipe("ttft-cpu", [override])
 
 
 def test_on_a_gpu_the_kv_cache_is_what_is_left_unless_its_size_is_given() -> None:

@@ -15,7 +15,8 @@ from optkit.passes.resolve import recipe_json_schema, resolve_passes
 from optkit.recipe.load import parse_recipe
 from optkit.recipe.schema import Accept
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "recipes.md").read_text()
+FILE = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
+PAGE = FILE.read_text()
 EXAMPLES = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
 COMMANDS = [line.split("#")[0] for line in re.findall(r"^\$ optkit (.*)$", PAGE, re.MULTILINE)]
 
@@ -27,7 +28,7 @@ def test_there_are_examples() -> None:
 
 @pytest.mark.parametrize("text", EXAMPLES)
 def test_an_example_is_a_recipe_whose_passes_resolve(text: str) -> None:
-    recipe = parse_recipe(text)
+    recipe = parse_recipe(text, file=FILE)
     assert len(resolve_passes(recipe)) == len(recipe.passes)
 
 

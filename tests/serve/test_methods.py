@@ -33,7 +33,7 @@ def test_every_other_method_is_405_with_allow(method: str, path: str) -> None:
         answer = call(app, other, path)
         assert answer.status_code == 405, other
         assert set(answer.headers["allow"].split(", ")) == allowed(method)
-        assert other == "HEAD" or answer.json()["error"]["code"] == "method_not_allowed"
+        assert other == "HEAD" or "this method is not allowed here" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(("method", "path"), DOCUMENTED)

@@ -19,7 +19,7 @@ from optkit.runtime.sampling.sampler import sample
 from optkit.runtime.scheduling.scheduler import Scheduler
 from optkit.runtime.types import EngineRequest, Request, ScheduledRequest, TokenOutput
 from optkit.serve import quarantine
-from optkit.serve.http import json_body
+from optkit.serve.http import body
 from optkit.serve.openai import generation, jobs, parsing, prompts, stream
 from optkit.serve.openai.generation import Delta
 from optkit.serve.openai.jobs import ChoiceJob
@@ -33,7 +33,7 @@ MAX_TYPES_DOWN, MAX_TYPES_UP, MAX_GENERATORS = 6, 4, 3
 Hop = tuple[Any, Any, Any]  # a type, the function that takes it (or the class that holds it), the next type
 
 DOWN: tuple[Hop, ...] = (
-    (HttpRequest, json_body.read_body, bytes),
+    (HttpRequest, body.read_body, bytes),
     (bytes, parsing.parse_request, GenerationRequest),
     (GenerationRequest, prompts.PromptReader.jobs, ChoiceJob),
     (ChoiceJob, ChoiceJob, EngineRequest),

@@ -104,7 +104,7 @@ def main() -> int:
     def make_client() -> EngineClient:
         silence = work["silence_seconds"]
         fake = json.dumps(work["engine"])
-        return EngineClient(fake, factory=FACTORY, threads=1, silence_seconds=silence)
+        return EngineClient(fake, factory=FACTORY, silence_seconds=silence)
 
     paths = {name: Path(value) for name, value in work["server"].items() if name in PATHS}
     options = ServeOptions(port=0, **work["server"] | paths)

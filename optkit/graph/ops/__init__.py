@@ -3,12 +3,12 @@
 There are two kinds. *Dialect ops* are the functions of ``optkit.kernels.reference``: the model's idioms, targets of
 passes and kernels. A record (``record.Op``) holds the facts about an op outside of the kernels. *Aten ops* (``aten``)
 match no idiom of capture and run unchanged. A ``graph.json`` with any other op is refused, so a graph file cannot call
-arbitrary code.
+arbitrary code. Ops of plug-ins join the list under names with a namespace (``plugins``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import fx
@@ -36,6 +36,14 @@ QUANTIZED_LINEARS: dict[Any, Op] = {
 }
 # The op on the experts' weights for each linear op, float or quantized.
 OF_EXPERTS: dict[Any, Any] = {op.linear: op.reference for op in RECORDS.values() if op.linear}
+
+
+def add(records: Iterable[Op]) -> None:
+    """Add ``records``, of the ops of a plug-in, to the list."""
+    for op in records:
+        RECORDS[op.name] = op
+        OPS[op.name] = op.reference
+        NAMES[op.reference] = op.name
 
 
 def op_name(target: Any) -> str | None:
@@ -66,9 +74,21 @@ def shape_rule(target: Any) -> Callable[..., Any]:
     return target if op is None else op.shape
 
 
-def having(fact: Callable[[Op], Any]) -> set[Any]:
-    """The references of the ops for which ``fact`` is true."""
-    return {op.reference for op in RECORDS.values() if fact(op)}
+def is_row_wise(target: Any) -> bool:
+    """True for an op of the dialect whose rows can be selected before it."""
+    op = record_of(target)
+    return op is not None and op.row_wise
+
+
+def is_per_head(target: Any) -> bool:
+    """True for an op of the dialect whose heads can be selected before it."""
+    op = record_of(target)
+    return op is not None and op.per_head
+
+
+def norm_ops() -> set[Any]:
+    """The references of optkit's norms: results do not change when the activations grow."""
+    return {op.reference for op in RECORDS.values() if op.is_norm and not op.namespace}
 
 
 def argument(node: fx.Node, name: str) -> Any:

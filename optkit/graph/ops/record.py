@@ -67,6 +67,7 @@ class Op:
             the op's options and the number of input channels.
         linear: the reference of the linear op of which the op is the one on experts' weights.
         inputs: the graph's input of a batch operand, where the operand has another name.
+        namespace: the plug-in's name, in front of the op's in graphs; empty for ops of optkit.
     """
 
     reference: Callable[..., Any]
@@ -86,10 +87,12 @@ class Op:
     dequantize: Callable[[Sequence[Tensor | None], Mapping[str, Any], int], Tensor] | None = None
     linear: Callable[..., Any] | None = None
     inputs: Mapping[str, str] = field(default_factory=dict)
+    namespace: str = ""
 
     @property
     def name(self) -> str:
-        return self.reference.__name__
+        own: str = self.reference.__name__
+        return f"{self.namespace}.{own}" if self.namespace else own
 
     # -- operands ------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import subprocess
 import time
@@ -23,6 +24,7 @@ import msgspec
 from optkit.errors import UserError
 from optkit.recipe.engine_options import EngineOptions
 from optkit.runtime.info import EngineInfo
+from optkit.runtime.pooling import Pooling
 from optkit.runtime.process import ipc
 from optkit.runtime.process.launch import DEFAULT_FACTORY, Launched, end_process, launch
 from optkit.runtime.types import EngineRequest, EngineStats, FinishReason, TokenOutput
@@ -67,8 +69,7 @@ class EngineClient:
         artifact_dir: first argument of the factory.
         options: of the engine.
         factory: ``module:function`` called in the worker as ``function(artifact_dir, options) -> Engine``.
-        threads: compute threads of the worker; 0 is one per core.
-        launched: a waiting worker with the same factory and threads; else ``start`` launches a worker.
+        launched: a waiting worker with the same factory; else ``start`` launches a worker.
         silence_seconds: ``is_silent`` is True after so much time without a message. Time in which the API process did
             not run (SIGSTOP, a sleeping machine) does not count.
 
@@ -82,16 +83,17 @@ class EngineClient:
         options: EngineOptions | None = None,
         *,
         factory: str = DEFAULT_FACTORY,
-        threads: int = 0,
         launched: Launched | None = None,
         silence_seconds: float = 60.0,
     ) -> None:
         self.artifact_dir, self.options = artifact_dir, options or EngineOptions()
-        self.factory, self.threads, self.silence_seconds = factory, threads, silence_seconds
+        self.factory, self.silence_seconds = factory, silence_seconds
         self._launched = launched
         self.info: EngineInfo | None = None
         self._stats = EngineStats()
         self._streams: dict[str, _Stream] = {}
+        self._embedding: dict[str, asyncio.Future[ipc.Embedded]] = {}
+        self._names = itertools.count()
         self.on_death: Callable[[Sequence[Casualty]], None] = _ignore
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -110,7 +112,7 @@ class EngineClient:
         """
         if self._process is not None:
             raise RuntimeError("an EngineClient starts once")
-        self._process, sock = (self._launched or launch(self.factory, self.threads)).take()
+        self._process, sock = (self._launched or launch(self.factory)).take()
         try:
             reader, self._writer = await asyncio.open_connection(sock=sock)
             self._post(ipc.Load(self.artifact_dir, self.options))
@@ -150,6 +152,19 @@ class EngineClient:
     async def abort(self, request_id: str) -> None:
         """End a request: the stream gets an ABORT output, the KV is freed. An ended request is ignored."""
         await self._send(ipc.Abort(request_id))
+
+    async def embed(self, prompts: Sequence[Sequence[int]], pooling: Pooling) -> ipc.Embedded:
+        """The vectors of ``prompts``; an ``error`` in the answer is the reason why there are none."""
+        name = f"embed-{next(self._names)}"
+        answer: asyncio.Future[ipc.Embedded] = asyncio.get_running_loop().create_future()
+        if not self._alive:
+            return ipc.Embedded(name, error=ENGINE_GONE)
+        self._embedding[name] = answer
+        try:
+            await self._send(ipc.Embed(name, tuple(map(tuple, prompts)), pooling))
+            return await answer
+        finally:
+            self._embedding.pop(name, None)
 
     async def reset_prefix_cache(self) -> None:
         """Have the engine drop the KV outside of running requests."""
@@ -247,6 +262,8 @@ class EngineClient:
                     self._stats = message
                 elif isinstance(message, ipc.Begun):
                     self._mark_begun(message)
+                elif isinstance(message, ipc.Embedded):
+                    self._answer(message)
         except (EOFError, ConnectionError):
             pass  # the worker has gone, by order or by accident
         except (ipc.ProtocolError, msgspec.MsgspecError):
@@ -259,6 +276,11 @@ class EngineClient:
             stream = self._streams.get(output.request_id)
             if stream is not None:
                 stream.put(output)
+
+    def _answer(self, message: ipc.Embedded) -> None:
+        answer = self._embedding.get(message.request_id)
+        if answer is not None and not answer.done():
+            answer.set_result(message)
 
     def _mark_begun(self, message: ipc.Begun) -> None:
         for name in self._streams.keys() & message.request_ids:
@@ -273,6 +295,8 @@ class EngineClient:
             self.on_death([Casualty(s.request, s.num_tokens) for s in self._streams.values() if s.is_begun])
         for name, stream in self._streams.items():
             stream.put(self._death(name))
+        for name in self._embedding:
+            self._answer(ipc.Embedded(name, error=ENGINE_STOPPED if self._stopping else ENGINE_DIED))
 
     def _death(self, request_id: str) -> TokenOutput:
         stream = self._streams.get(request_id)

@@ -14,6 +14,7 @@ import msgspec
 
 from optkit.recipe.engine_options import EngineOptions
 from optkit.runtime.info import EngineInfo
+from optkit.runtime.pooling import Pooling
 from optkit.runtime.types import EngineRequest, EngineStats, TokenOutput
 
 MAX_FRAME = 32 * 2**20  # a prompt of a million tokens is 5 MB
@@ -37,6 +38,14 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
     """Drop the KV outside of running requests."""
+
+
+class Embed(msgspec.Struct, frozen=True, tag="embed"):
+    """Compute the vectors of ``prompts``, which an ``Embedded`` answers."""
+
+    request_id: str
+    prompts: tuple[tuple[int, ...], ...]
+    pooling: Pooling
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
@@ -68,9 +77,23 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     is_user_error: bool = False
 
 
+class Embedded(msgspec.Struct, frozen=True, tag="embedded"):
+    """The answer to an ``Embed``: ``vectors`` are float32 [prompts, size], row by row; with ``error`` there are none.
+
+    Attributes:
+        is_user_error: the request can't be served; else the model failed.
+    """
+
+    request_id: str
+    vectors: bytes = b""
+    size: int = 0
+    error: str | None = None
+    is_user_error: bool = False
+
+
 Outputs = tuple[TokenOutput, ...]  # of one step
-ToWorker = Load | EngineRequest | Abort | ResetPrefixCache | Shutdown
-FromWorker = Ready | Begun | Outputs | EngineStats | Heartbeat | Failed
+ToWorker = Load | EngineRequest | Abort | ResetPrefixCache | Embed | Shutdown
+FromWorker = Ready | Begun | Outputs | EngineStats | Heartbeat | Embedded | Failed
 
 to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)

@@ -45,17 +45,16 @@ class Launched:
             self.process.wait()
 
 
-def launch(factory: str = DEFAULT_FACTORY, threads: int = 0) -> Launched:
+def launch(factory: str = DEFAULT_FACTORY) -> Launched:
     """Start an engine process.
 
     Args:
         factory: ``module:function`` called in the process as ``function(artifact_dir, options) -> Engine``.
-        threads: compute threads; 0 is one per core.
     """
     # -P keeps the current directory out of the import path; only the tests' factories live there
     path = ["-P"] if factory.startswith("optkit.") else []
     ours, theirs = socket.socketpair()
-    arguments = {"--fd": theirs.fileno(), "--parent": os.getpid(), "--factory": factory, "--threads": threads}
+    arguments = {"--fd": theirs.fileno(), "--parent": os.getpid(), "--factory": factory}
     command = [sys.executable, *path, "-m", "optkit.runtime.process.worker"]
     command += [f"{name}={value}" for name, value in arguments.items()]
     with theirs:

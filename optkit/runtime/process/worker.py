@@ -142,6 +142,8 @@ class Worker:
                 self._outputs += [output] if output else []
             case ipc.ResetPrefixCache():
                 self.engine.reset_prefix_cache()
+            case ipc.Embed() as asked:
+                self._post(self._embed(asked))
             case EngineRequest() as request:
                 try:
                     self.engine.add_request(request)
@@ -154,6 +156,17 @@ class Worker:
                     logger.exception("a request could not be added")
                     self.engine.abort(request.request_id)
                     self._outputs.append(failed_output(request.request_id, "it could not be added"))
+
+    def _embed(self, asked: ipc.Embed) -> ipc.Embedded:
+        """The vectors, or the reason against them; a failure of the model fails only the message."""
+        try:
+            found = self.engine.embed(asked.prompts, asked.pooling)
+        except (EngineRefusal, UserError) as refusal:
+            return ipc.Embedded(asked.request_id, error=str(refusal), is_user_error=True)
+        except Exception:
+            logger.exception("the model failed on texts to embed")
+            return ipc.Embedded(asked.request_id, error="the model failed on these texts")
+        return ipc.Embedded(asked.request_id, found.numpy().tobytes(), found.shape[1])
 
 
 def failed_output(request_id: str, error: str, retry_after: float | None = None) -> TokenOutput:
@@ -221,9 +234,9 @@ def load(args: argparse.Namespace, sock: socket.socket, frames: ipc.FrameReader)
     """The engine and its info. Imports come first, while the parent imports, too."""
     import torch
 
-    torch.set_num_threads(args.threads or cores())
     factory = resolve(args.factory)
     message = first_message(sock, frames)
+    torch.set_num_threads(message.options.threads or cores())
     start = time.monotonic()
     engine = factory(message.artifact_dir, message.options)
     gc.collect()
@@ -237,7 +250,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--fd", type=int, required=True, help="the inherited socket")
     parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
     parser.add_argument("--factory", required=True, help="module:function that builds the engine")
-    parser.add_argument("--threads", type=int, default=0, help="compute threads; 0: one per core")
     return parser.parse_args(argv)
 
 

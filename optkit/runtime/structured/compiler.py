@@ -1,7 +1,7 @@
 """Grammars of an engine: compiled on a thread beside the steps, kept for the next request with the same constraint.
 
-llguidance releases the interpreter lock while a grammar is compiled, so the steps of other requests go on; a request
-waits for its grammar outside of the steps. The tables of the vocabulary are built for the first constrained request.
+llguidance compiles without the interpreter lock, so the steps of other requests go on; a request waits for the
+grammar outside of the steps. The tables of the vocabulary are built for the first constrained request.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def vocabulary(tokenizer_json: Path, vocab_size: int) -> LLTokenizer:
     """``grammar.vocabulary`` of a file, behind the check of the extra.
 
     Raises:
-        ConstraintFailed: there is no such file, or llguidance can't read it.
+        ConstraintFailed: the file is missing, or no tokenizer for llguidance.
     """
     need_extra("structured", FEATURE)
     from optkit.runtime.structured import grammar
@@ -67,7 +67,7 @@ class Grammars:
 
 
 class _Compiler:
-    """Compiles on a thread, and keeps what was used last."""
+    """Compiles on a thread, and keeps the latest grammars."""
 
     def __init__(self, make_vocabulary: Callable[[], LLTokenizer]) -> None:
         need_extra("structured", FEATURE)

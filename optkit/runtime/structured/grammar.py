@@ -1,8 +1,8 @@
 """Grammars: a ``Constraint`` in llguidance's own form, compiled for a vocabulary, within bounds.
 
 Only this module imports llguidance, and only behind a check of the extra. The bounds (``limits``) end a hostile
-constraint in an error in place of a long step: the fuel of the lexer and the items of the parser bound the time of a
-mask, the number of lexer states bounds the memory of a sequence. The time of compiling is bounded from outside
+constraint by an error in place of a long step: the fuel of the lexer and the items of the parser bound the time of a
+mask, the number of lexer states bounds the memory of a sequence. The time of compiling is bounded elsewhere
 (``optkit.serve.constraints``).
 """
 
@@ -27,14 +27,14 @@ ANY_TEXT = r"/(.|\n)*/"
 
 
 def vocabulary(tokenizer_json: str, vocab_size: int) -> LLTokenizer:
-    """The tokens of a tokenizer as llguidance needs them; a quarter of a second for 49,152 tokens.
+    """The tokens of a tokenizer in llguidance's form; a quarter of a second for 49,152 tokens.
 
     Args:
         tokenizer_json: the text of the Hugging Face tokenizer's file.
         vocab_size: width of the model's logits.
 
     Raises:
-        ConstraintFailed: the tokenizer is none that llguidance reads.
+        ConstraintFailed: llguidance can't read the tokenizer.
     """
     try:
         return LLTokenizer(tokenizer_json, n_vocab=vocab_size)
@@ -66,6 +66,17 @@ def compiled(constraint: Constraint, tokens: LLTokenizer) -> LLMatcher:
     if matcher.is_error():
         raise ConstraintFailed(shortened(matcher.get_error()))
     return matcher
+
+
+def tried(constraint: Constraint, tokens: LLTokenizer) -> Constraint:
+    """``constraint`` with a grammar in Lark, after compiling and the first steps of an answer.
+
+    Raises:
+        ConstraintFailed: as ``compiled``, ``in_lark`` and ``rehearse``.
+    """
+    constraint = in_lark(constraint)
+    rehearse(compiled(constraint, tokens))
+    return constraint
 
 
 def rehearse(matcher: LLMatcher) -> None:
@@ -100,7 +111,7 @@ def grammar_text(constraint: Constraint, tokens: LLTokenizer) -> str:
     """``constraint`` as the JSON text of llguidance's grammars.
 
     Raises:
-        ValueError: the value of the constraint is not JSON where it has to be, or has what can't be enforced.
+        ValueError: the value of the constraint is not the necessary JSON, or has keywords beyond a grammar.
         RecursionError: the JSON is nested too deep.
     """
     body = _without_trigger(constraint)
@@ -116,7 +127,7 @@ def _without_trigger(constraint: Constraint) -> dict[str, Any]:
         case "json_object":
             return _json_grammar('{"type": "object"}', constraint.whitespace)
         case "json_schema":
-            if reason := unenforceable(json.loads(constraint.value)):
+            if reason := unenforceable(_parsed(constraint.value)):
                 raise ValueError(reason)
             return _json_grammar(constraint.value, constraint.whitespace)
         case "regex":
@@ -128,14 +139,21 @@ def _without_trigger(constraint: Constraint) -> dict[str, Any]:
             return {"lark_grammar": constraint.value}
 
 
+def _parsed(schema: str) -> Any:
+    try:
+        return json.loads(schema)
+    except ValueError as error:
+        raise ValueError(f"the schema is not valid JSON: {error}") from None
+
+
 def _json_grammar(schema: str, whitespace: str) -> dict[str, Any]:
     style: dict[str, Any] = {"whitespace_pattern": whitespace} if whitespace else dict(COMPACT)
-    overrides = {"lenient": False, "coerce_one_of": False, **style}
+    overrides: Any = {"lenient": False, "coerce_one_of": False, **style}
     return json.loads(LLMatcher.grammar_from_json_schema(schema, overrides=overrides))["grammars"][0]
 
 
 def _triggered(trigger: str, tokens: LLTokenizer) -> str:
-    """A grammar of any text, which goes on with ``@body`` after the first ``trigger``."""
+    """A grammar of any text, and of ``@body`` after the first ``trigger``."""
     ids = tokens.tokenize_str(trigger, parse_special=True)
     if len(ids) == 1 and tokens.is_special_token(ids[0]):  # no part of a text
         head = f"head: TEXT <[{ids[0]}]>"
@@ -146,7 +164,7 @@ def _triggered(trigger: str, tokens: LLTokenizer) -> str:
 
 def _quoted(text: str) -> str:
     """A string of Lark, which has the escapes of JSON."""
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def shortened(error: object) -> str:

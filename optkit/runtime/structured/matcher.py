@@ -1,8 +1,8 @@
-"""The state of a constraint along the answer of one request.
+"""The state of a constraint along the answer of a request.
 
-The state is a function of the answer's tokens alone. A ``SequenceMatcher`` keeps the tokens behind its state, and each
-call names the answer so far: the state goes back to the common beginning and on from there. So drafts that are taken
-back, preemption, and a step that runs again need no bookkeeping, and a lost state is built again from the tokens.
+The state is a function of the answer's tokens alone. A ``SequenceMatcher`` keeps the tokens behind the state, and each
+call names the answer so far: the state goes back to the common beginning and on from there. So wrong drafts,
+preemption and repeated steps need no bookkeeping, and a lost state is built again from the tokens.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SequenceMatcher:
         """The tokens that may follow ``output``, a bit each, [ceil(vocabulary / 32)] uint32; valid until the next call.
 
         Raises:
-            ConstraintFailed: there is no such token, or finding them takes too long.
+            ConstraintFailed: no token may follow, or the mask takes too long.
         """
         state = self._follow(output)
         state.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)

@@ -1,4 +1,4 @@
-"""JSON Schemas: the schemas inside a schema, and what no grammar enforces although llguidance takes it."""
+"""JSON Schemas: the schemas inside a schema, and keywords beyond a grammar that llguidance accepts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Path = tuple[str, ...]
 
 
 def subschemas(schema: Any, path: Path = ()) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Every schema in ``schema``, itself first, with its path. The parser of the JSON text bounds the depth."""
+    """``schema`` and every schema inside, with the path. The parser of the JSON text bounds the depth."""
     if not isinstance(schema, dict):
         return
     yield path, schema
@@ -32,10 +32,10 @@ def subschemas(schema: Any, path: Path = ()) -> Iterator[tuple[Path, dict[str, A
 
 
 def unenforceable(schema: Any) -> str | None:
-    """The first rule in ``schema`` that an answer could break, in words; None if there is none.
+    """The first rule of ``schema`` that an answer could break, in words; None for a good schema.
 
-    A grammar has no memory for keys that the schema does not name, so such a key may come twice. JSON keeps the last
-    one, and the object has fewer properties than were counted.
+    A grammar has no memory for keys outside ``properties``, so a key may come twice. JSON keeps the last value, and
+    the object has fewer properties than the grammar counted.
     """
     for path, part in subschemas(schema):
         least, required = part.get("minProperties"), part.get("required", [])

@@ -1,1 +1,1 @@
-"""Checks of the constraints of requests, before the engine sees them."""
+"""Checks of constraints in requests, before the engine."""

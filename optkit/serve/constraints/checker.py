@@ -1,8 +1,8 @@
-"""Constraints of requests, compiled on trial before the engine gets them.
+"""Constraints of requests, compiled on trial before the engine.
 
-The work is done in a process of its own (``child``), started for the first constrained request: the event loop and the
-engine go on, and a hostile schema costs a bounded time of one core. Verdicts are kept, so a schema that clients send
-again and again is compiled here once.
+A separate process (``child``), started for the first constrained request, does the work: the event loop and the engine
+go on, and a hostile schema costs a bounded time of a core. Verdicts are kept, so a repeated schema is compiled here
+once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[([^\]]*)\]")
 
 
 class NamedConstraint(NamedTuple):
-    """A constraint, and the field of the request that has it."""
+    """A constraint, and the name of the request's field."""
 
     constraint: Constraint
     param: str
@@ -54,7 +54,7 @@ class ConstraintChecker:
         """The constraint in the form for the engine; None for None.
 
         Raises:
-            ApiError: 400, the constraint is wrong, unsupported or too complex; 503, it could not be checked.
+            ApiError: 400, the constraint is wrong, unsupported or too complex; 503, the check failed.
         """
         if named is None:
             return None
@@ -105,22 +105,19 @@ class ConstraintChecker:
 
     async def _exchange(self, constraint: Constraint) -> Verdict:
         """Send ``constraint`` to the process, and wait for the verdict."""
+        first = b""
         if self._process is None or self._process.returncode is not None:
             pipe = asyncio.subprocess.PIPE
             command = (sys.executable, "-P", "-m", CHILD)
             self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
-            self._send(self._process, Tokens(self._tokenizer.to_json(), self._tokenizer.vocab_size))
-        process = self._process
-        self._send(process, constraint)
-        assert process.stdin and process.stdout
-        await process.stdin.drain()
-        (length,) = HEADER.unpack(await process.stdout.readexactly(HEADER.size))
-        return msgspec.msgpack.decode(await process.stdout.readexactly(length), type=Verdict)
-
-    @staticmethod
-    def _send(process: asyncio.subprocess.Process, message: Tokens | Constraint) -> None:
-        assert process.stdin
-        process.stdin.write(frame(message))
+            first = frame(Tokens(self._tokenizer.to_json(), self._tokenizer.vocab_size))
+        writer, reader = self._process.stdin, self._process.stdout
+        if writer is None or reader is None:
+            raise OSError("the process has no pipes")
+        writer.write(first + frame(constraint))
+        await writer.drain()
+        (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+        return msgspec.msgpack.decode(await reader.readexactly(length), type=Verdict)
 
 
 def _wrong(named: NamedConstraint, reason: str) -> ApiError:

@@ -1,8 +1,8 @@
-"""The process that compiles grammars for the server, each in a fork of its own with bounds on time and memory.
+"""The process for compiling grammars on trial, each in a separate fork with bounds on time and memory.
 
-A schema of a few bytes can describe a grammar of any size, and llguidance has no clock. A fork has: the kernel ends
-it after ``CPU_SECONDS`` of processor time, and its memory is limited. The tables of the vocabulary, which take longer
-than a grammar, are built once in the parent of the forks. The process reads ``Tokens`` and then constraints from
+A schema of a few bytes can describe a grammar of any size, and llguidance has no clock. The kernel ends a fork after
+``CPU_SECONDS`` of processor time, and limits the memory. The tables of the vocabulary take longer than a grammar and
+are built once, in the parent of the forks. The process reads ``Tokens`` and then constraints from
 standard input, writes a ``Verdict`` for each to standard output, and ends with the pipe.
 """
 
@@ -14,6 +14,8 @@ import resource
 import select
 import signal
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NoReturn, TypeVar
 
@@ -53,7 +55,9 @@ def main() -> int:
     except ConstraintFailed as error:
         failure = str(error)
     while (constraint := read(source, Constraint)) is not None:
-        verdict = Verdict(failure) if tokens is None else in_fork(constraint, tokens)
+        verdict = Verdict(failure)
+        if tokens is not None:
+            verdict = in_fork(partial(grammar.tried, constraint, tokens))
         sink.write(frame(verdict))
         sink.flush()
     return 0
@@ -67,12 +71,12 @@ def read(source: BinaryIO, kind: type[T]) -> T | None:
     return msgspec.msgpack.decode(source.read(*HEADER.unpack(header)), type=kind)
 
 
-def in_fork(constraint: Constraint, tokens: LLTokenizer) -> Verdict:
-    """The verdict on ``constraint``, found in a process that may die of it."""
+def in_fork(work: Callable[[], Constraint]) -> Verdict:
+    """The verdict of ``work``, done in a fork of limited time and memory. ``ConstraintFailed`` is a refusal."""
     receiving, sending = os.pipe()
     pid = os.fork()
     if pid == 0:
-        _compile_and_exit(constraint, tokens, sending)
+        _work_and_exit(work, sending)
     os.close(sending)
     with os.fdopen(receiving, "rb") as pipe:
         in_time = select.select([pipe], [], [], WALL_SECONDS)[0]
@@ -86,8 +90,8 @@ def in_fork(constraint: Constraint, tokens: LLTokenizer) -> Verdict:
     return Verdict(TOO_SLOW if slow else TOO_LARGE)
 
 
-def _compile_and_exit(constraint: Constraint, tokens: LLTokenizer, sending: int) -> NoReturn:
-    """Compile in the fork, write the verdict, end the process without any cleaning up."""
+def _work_and_exit(work: Callable[[], Constraint], sending: int) -> NoReturn:
+    """Do ``work`` in the fork, write the verdict, end the process without any cleaning up."""
     try:
         if sys.platform == "linux":
             used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -95,24 +99,15 @@ def _compile_and_exit(constraint: Constraint, tokens: LLTokenizer, sending: int)
         faulthandler.disable()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what native code says when it dies
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-        verdict = verdict_on(constraint, tokens)
+        try:
+            verdict = Verdict(constraint=work())
+        except ConstraintFailed as error:
+            verdict = Verdict(str(error))
         signal.setitimer(signal.ITIMER_PROF, 0)
         with os.fdopen(sending, "wb") as pipe:
             pipe.write(msgspec.msgpack.encode(verdict))
     finally:
         os._exit(0)
-
-
-def verdict_on(constraint: Constraint, tokens: LLTokenizer) -> Verdict:
-    """Compile ``constraint``, and take the first steps of an answer."""
-    from optkit.runtime.structured import grammar
-
-    try:
-        constraint = grammar.in_lark(constraint)
-        grammar.rehearse(grammar.compiled(constraint, tokens))
-    except ConstraintFailed as error:
-        return Verdict(str(error))
-    return Verdict(constraint=constraint)
 
 
 if __name__ == "__main__":

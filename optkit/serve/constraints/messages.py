@@ -1,4 +1,4 @@
-"""Messages between the server and the process that compiles grammars, and their frames.
+"""Messages between the server and the process for compiling grammars, and the frames of messages.
 
 A frame is a 4-byte big-endian length and as many bytes of msgpack.
 """
@@ -25,8 +25,8 @@ class Verdict(msgspec.Struct, frozen=True):
     """The result for a constraint.
 
     Attributes:
-        error: why the constraint is refused; None for a good one.
-        constraint: the good constraint, a grammar in the form that the engine reads.
+        error: the reason of a refusal; None for a good constraint.
+        constraint: the good constraint, with a grammar in Lark.
     """
 
     error: str | None = None

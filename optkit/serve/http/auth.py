@@ -14,6 +14,7 @@ import re
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from optkit.serve.engine_api import ServeSettings
+from optkit.serve.http.error_response import error_response
 from optkit.serve.http.errors import ApiError
 
 OPEN_PATHS = frozenset(["/health", "/health/live", "/health/ready"])
@@ -40,7 +41,7 @@ class AuthMiddleware:
             headers = self._check(scope)
             scope.setdefault("state", {})["tenant"] = self._tenant(scope, headers)
         except ApiError as refusal:
-            return await refusal.response(path_of(scope))(scope, receive, send)
+            return await error_response(refusal, path_of(scope))(scope, receive, send)
         request_id = headers.get(b"x-request-id", b"")
         if REQUEST_ID.fullmatch(request_id):
             send = _echo(request_id, send)

@@ -1,6 +1,6 @@
 """uvicorn's connection with a limit on the time of a request's headers.
 
-uvicorn limits the idle time between two requests, and the application the time of a body (``json_body``). Neither
+uvicorn limits the idle time between two requests, and the application the time of a body (``body``). Neither
 sees a client that connects and sends headers at a byte a minute, or none: each connection holds a file
 descriptor, and some thousands lock out all clients (slowloris).
 """

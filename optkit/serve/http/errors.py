@@ -12,7 +12,6 @@ import logging
 import uuid
 
 import msgspec
-from starlette.responses import Response
 
 log = logging.getLogger("optkit.serve")
 
@@ -66,13 +65,11 @@ class ApiError(Exception):
         )
         return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": text}})
 
-    def response(self, path: str = "") -> Response:
-        """The answer to a request for ``path``, which decides on the shape."""
-        body = self.anthropic_body() if path.startswith(MESSAGES_PATH) else self.body()
-        headers = {}
-        if self.retry_after is not None:
-            headers = {"Retry-After": str(self.retry_after), "retry-after-ms": str(self.retry_after * 1000)}
-        return Response(body, self.status, headers, "application/json")
+    def headers(self) -> dict[str, str]:
+        """The headers of the answer, in seconds for HTTP clients and in milliseconds for OpenAI's."""
+        if self.retry_after is None:
+            return {}
+        return {"Retry-After": str(self.retry_after), "retry-after-ms": str(self.retry_after * 1000)}
 
 
 def unsupported(param: str, message: str | None = None) -> ApiError:

@@ -1,4 +1,4 @@
-"""Bytes from the network to JSON, strictly.
+"""The bytes of a body to JSON, strictly.
 
 Python's parser accepts more than JSON and repairs invalid input: NaN, duplicate keys (the last value wins, so a checker
 in front and the server behind can see different requests), lone surrogates (which no UTF-8 text has, and which Rust
@@ -8,50 +8,13 @@ than any request needs.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 from typing import Any
 
-from starlette.requests import ClientDisconnect, Request
-
 from optkit.serve.http.errors import ApiError
 
 MAX_DEPTH = 64
-
-
-async def read_body(request: Request, max_bytes: int, timeout: float) -> bytes:
-    """The body of ``request``, which claims to be JSON.
-
-    Raises:
-        ApiError: 400 the client left, 408 too slow, 413 too large, 415 not plain JSON.
-    """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise ApiError("the request body must be application/json", code="unsupported_media_type", status=415)
-    if request.headers.get("content-encoding", "identity") != "identity":
-        raise ApiError("compressed bodies are not accepted", code="unsupported_media_type", status=415)
-    try:
-        async with asyncio.timeout(timeout):
-            return await _read(request, max_bytes)
-    except TimeoutError:
-        raise ApiError("the request body came too slowly", code="request_timeout", status=408) from None
-    except ClientDisconnect:
-        raise ApiError("the client left", code="client_closed_request", status=400) from None
-
-
-async def _read(request: Request, max_bytes: int) -> bytes:
-    """The body, counted chunk by chunk: ``Content-Length`` may be wrong or absent."""
-    too_large = ApiError(f"the request body exceeds {max_bytes} bytes", code="request_too_large", status=413)
-    length = request.headers.get("content-length", "0")
-    if length.isdecimal() and int(length[:20]) > max_bytes:
-        raise too_large
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > max_bytes:
-            raise too_large
-    return bytes(body)
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 import msgspec
 
@@ -19,14 +19,14 @@ from optkit.runtime.process.client import ENGINE_DIED, ENGINE_GONE, ENGINE_STOPP
 from optkit.runtime.types import (
     CONSTRAINT_FAILED,
     QUEUE_TIMEOUT,
+    EngineRequest,
     FinishReason,
     FirstToken,
     TokenLogprob,
     TokenOutput,
 )
-from optkit.serve.engine_api import AsyncEngine
+from optkit.serve.engine_api import TokenSource
 from optkit.serve.http.errors import ApiError, internal_error
-from optkit.serve.metrics import ChoiceMetrics, Metrics
 from optkit.serve.openai.jobs import ChoiceJob
 from optkit.serve.quarantine import QUARANTINED
 from optkit.serve.tools.message import MessageParser
@@ -68,8 +68,35 @@ def parts_of(delta: Delta) -> tuple[Part, ...]:
     return delta.parts or ((Part("content", delta.text),) if delta.text else ())
 
 
+class ChoiceObserver(Protocol):
+    """Observes one choice (``optkit.serve.metrics.ChoiceMetrics``)."""
+
+    num_tokens: int
+    num_preemptions: int
+
+    def first_token(self, first: FirstToken) -> None:
+        """Record the parts of the time to first token."""
+        ...
+
+    def tokens(self, count: int) -> None:
+        """Count new tokens."""
+        ...
+
+    def finish(self, reason: FinishReason) -> None:
+        """Record the end of the choice."""
+        ...
+
+
+class Observer(Protocol):
+    """Observes generation (``optkit.serve.metrics.Metrics``)."""
+
+    def sequence(self, request: EngineRequest, n: int) -> ChoiceObserver:
+        """The observer of a choice; ``n`` as in ``ChoiceJob``."""
+        ...
+
+
 async def generate_text(
-    engine: AsyncEngine, tokenizer: Tokenizer, metrics: Metrics, job: ChoiceJob
+    engine: TokenSource, tokenizer: Tokenizer, metrics: Observer, job: ChoiceJob
 ) -> AsyncGenerator[Delta, None]:
     """Deltas until a delta has a ``finish_reason``; outputs without new text are held until text follows, or the end.
 
@@ -113,7 +140,7 @@ class ChoiceStream:
         if job.request.sampling.prompt_logprobs is not None:
             self._logprobs.append(TokenLogprob(job.request.prompt_ids[0], None))
 
-    def push(self, output: TokenOutput, observed: ChoiceMetrics) -> Delta | None:
+    def push(self, output: TokenOutput, observed: ChoiceObserver) -> Delta | None:
         """The delta of ``output``; None while there is nothing to show."""
         observed.num_preemptions = output.num_preemptions
         _raise_failure(output)

@@ -26,7 +26,15 @@ def parse_request(kind: type[Body], body: bytes) -> Body:
     Raises:
         ApiError: 400; for a wrong field, with the name.
     """
-    data = parse_object(body)
+    return checked_request(kind, parse_object(body))
+
+
+def checked_request(kind: type[Body], data: dict[str, Any]) -> Body:
+    """The request with the fields ``data``, checked.
+
+    Raises:
+        ApiError: 400; for a wrong field, with the name.
+    """
     refuse_unsupported(data, kind.model_fields)
     request = request_from(kind, data)
     if unknown := sorted(set(request.model_extra or {}) - INERT.keys() - HARMLESS):

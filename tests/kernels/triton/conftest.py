@@ -11,6 +11,12 @@ from bench.gpu.interpreter import repaired
 
 
 @pytest.fixture(autouse=True)
+def numbers_are_the_same_in_every_run() -> None:
+    """Errors are compared with the largest value, and three values can all lie where a gate is nearly zero."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def interpreter_is_repaired() -> Iterator[None]:
     with repaired():
         yield

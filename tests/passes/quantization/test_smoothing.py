@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from optkit.passes.quantization import smoothing
 from optkit.passes.quantization.smoothing import (
-    rounding_error,
     search_smoothing,
-    smoothed_error,
+    smoothed_errors,
     smoothing_scale,
+    squared_rounding_errors,
 )
 
 
@@ -23,12 +24,18 @@ def layer(outliers: bool = True) -> tuple[Tensor, Tensor]:
     return x, torch.randn(48, 64, generator=generator)
 
 
+def int8(values: Tensor, group_size: int) -> Tensor:
+    """Values [M, K] rounded to int8 in float64, with a scale for each run of channels."""
+    groups = values.double().unflatten(1, (-1, group_size or values.shape[1]))
+    step = groups.abs().amax(dim=2, keepdim=True) / 127
+    return (torch.round(groups / step) * step).flatten(1)
+
+
 def measured_error(x: Tensor, weight: Tensor, scale: Tensor, group_size: int) -> float:
     """Mean squared error of a token's outputs when both are rounded."""
     smooth, scaled = x / scale, weight * scale
-    rounded = smooth + rounding_error(smooth, group_size)
-    changed = scaled + rounding_error(scaled, group_size)
-    return float((rounded @ changed.T - x @ weight.T).square().sum(dim=1).mean())
+    lost = int8(smooth, group_size) @ int8(scaled, group_size).T - x.double() @ weight.double().T
+    return float(lost.square().sum(dim=1).mean())
 
 
 @pytest.mark.parametrize("group_size", [0, 32])
@@ -37,7 +44,19 @@ def test_the_prediction_is_what_is_lost(alpha: float, group_size: int) -> None:
     x, weight = layer()
     scale = smoothing_scale(x.abs().amax(0), [weight], alpha)
     expected = measured_error(x, weight, scale, group_size)
-    assert smoothed_error(x, weight, scale, group_size) == pytest.approx(expected, rel=0.15)
+    (found,) = smoothed_errors(x, weight, scale[None], group_size)
+    assert float(found) == pytest.approx(expected, rel=0.15)
+
+
+@pytest.mark.parametrize("group_size", [0, 32])
+def test_errors_of_rounding_a_few_rows_at_a_time(group_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smoothing, "BLOCK_VALUES", 7 * 64)  # 48 rows in 7 blocks
+    _, weight = layer()
+    scales = torch.stack([torch.ones(64), torch.linspace(0.5, 2.0, 64)])
+    expected = [(int8(weight * s, group_size) - weight.double() * s).square().sum(dim=0) for s in scales]
+    torch.testing.assert_close(
+        squared_rounding_errors(weight, scales, group_size), torch.stack(expected), rtol=1e-3, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("group_size", [0, 32])

@@ -28,7 +28,7 @@ LONG = 3000  # tokens: with a step of 50 ms they outlast PATIENCE
 
 
 def client(factory: str = FACTORY, **options: Any) -> EngineClient:
-    return EngineClient(json.dumps(options), factory=factory, threads=1)
+    return EngineClient(json.dumps(options), factory=factory)
 
 
 async def collect(engine: EngineClient, r: EngineRequest) -> list[TokenOutput]:
@@ -230,3 +230,28 @@ def test_a_failed_start_says_why_and_leaves_no_process(
         return engine.pid
 
     assert not psutil.pid_exists(asyncio.run(main()))
+
+
+def test_embed_answers_with_the_reason_when_the_engine_gives_no_vectors() -> None:
+    async def scenario(engine: EngineClient) -> None:
+        answer = await engine.embed([[1, 2]], "last")
+        assert answer.is_user_error and answer.error == "embeddings are computed on CPUs alone"
+        assert (await engine.embed([[10_000]], "mean")).error == "token 10000 is not in the vocabulary of 32"
+        assert await collect(engine, request("after", [1, 2]))
+
+    with_engine(scenario, vocab_size=32)
+
+
+def test_embed_ends_when_the_engine_dies() -> None:
+    async def scenario(engine: EngineClient) -> None:
+        busy = asyncio.create_task(collect(engine, request("busy", [1, 2], max_tokens=40)))
+        await asyncio.sleep(0.1)
+        waiting = asyncio.create_task(engine.embed([[1, 2]], "last"))
+        await asyncio.sleep(0)
+        engine.kill()
+        assert (await waiting).error in (ENGINE_DIED, "embeddings are computed on CPUs alone")
+        await busy
+        await engine.wait_dead()
+        assert (await engine.embed([[1]], "last")).error == ENGINE_GONE
+
+    with_engine(scenario, vocab_size=32)

@@ -34,7 +34,7 @@ def test_a_load_message_with_a_misspelt_or_wrong_option_is_refused(options: dict
 
 def test_a_worker_that_is_sent_a_misspelt_option_ends_with_an_error() -> None:
     """A real engine process, written to by hand."""
-    process, sock = launch(FACTORY, threads=1).take()
+    process, sock = launch(FACTORY).take()
     try:
         sock.sendall(load_message(max_num_seq=3))
         message = ipc.from_worker.decode(received(sock))

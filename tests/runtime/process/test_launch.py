@@ -21,7 +21,7 @@ def test_a_launched_worker_that_nobody_takes_is_killed() -> None:
 
 def test_a_launched_worker_is_taken_once() -> None:
     async def main() -> None:
-        with launch(FACTORY, threads=1) as launched:
+        with launch(FACTORY) as launched:
             engine = EngineClient("", factory=FACTORY, launched=launched)
             await engine.start(PATIENCE)
             assert engine.pid == launched.process.pid

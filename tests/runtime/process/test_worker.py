@@ -87,7 +87,7 @@ def test_the_worker_dies_with_its_parent(load_delay: float) -> None:
         import asyncio, time
         from optkit.runtime.process.client import EngineClient
         async def main():
-            engine = EngineClient('{{"load_delay": {load_delay}}}', factory="{FACTORY}", threads=1)
+            engine = EngineClient('{{"load_delay": {load_delay}}}', factory="{FACTORY}")
             start = asyncio.create_task(engine.start())
             if not {load_delay}:
                 await start

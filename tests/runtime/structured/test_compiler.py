@@ -45,8 +45,11 @@ def test_an_engine_with_nothing_else_to_do_sleeps_and_a_waiting_request_can_be_a
         steps += 1
     assert steps <= 20  # of 20 ms
     engine.add_request(request("again", Constraint("regex", "a+")))
+    (again,) = engine.scheduler.waiting
     assert engine.abort("again") is not None and engine.abort("waits") is not None
     assert not engine.has_work
+    assert again.matcher is not None
+    again.matcher.wait(5)
 
 
 def test_a_grammar_is_compiled_once_and_the_least_used_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,13 @@ import json
 import resource
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
 
+from optkit.runtime.structured import grammar
 from optkit.runtime.types import Constraint
 from optkit.serve.constraints import child
 from optkit.serve.constraints.messages import HEADER, Tokens, Verdict, frame
@@ -23,15 +25,19 @@ def schema(value: Any) -> Constraint:
     return Constraint("json_schema", json.dumps(value))
 
 
+def checked(constraint: Constraint) -> Verdict:
+    return child.in_fork(partial(grammar.tried, constraint, vocabulary()))
+
+
 def test_a_good_constraint_comes_back_and_a_grammar_in_lark() -> None:
     good = schema({"type": "object", "properties": {"a": {"type": "integer"}}})
-    assert child.in_fork(good, vocabulary()) == Verdict(constraint=good)
-    gbnf = child.in_fork(Constraint("grammar", 'root ::= "a" | "b"'), vocabulary())
+    assert checked(good) == Verdict(constraint=good)
+    gbnf = checked(Constraint("grammar", 'root ::= "a" | "b"'))
     assert gbnf.constraint is not None and "start:" in gbnf.constraint.value
 
 
 def test_a_wrong_constraint_comes_back_with_the_reason() -> None:
-    verdict = child.in_fork(schema({"type": "array", "uniqueItems": True}), vocabulary())
+    verdict = checked(schema({"type": "array", "uniqueItems": True}))
     assert verdict.constraint is None and "uniqueItems" in str(verdict.error)
 
 
@@ -65,7 +71,7 @@ def test_a_hostile_constraint_costs_a_bounded_time(constraint: Constraint) -> No
     """Processor time of the fork and all; a busy machine does not count."""
     vocabulary()
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    child.in_fork(constraint, vocabulary())
+    checked(constraint)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert used < child.CPU_SECONDS + 0.05
@@ -73,21 +79,20 @@ def test_a_hostile_constraint_costs_a_bounded_time(constraint: Constraint) -> No
 
 @pytest.mark.parametrize("name", ["wide", "multiples"])
 def test_the_client_learns_that_it_took_too_long(name: str) -> None:
-    assert child.in_fork(HOSTILE[name], vocabulary()).error == child.TOO_SLOW
+    assert checked(HOSTILE[name]).error == child.TOO_SLOW
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory of a process is limited on Linux")
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "MEMORY_BYTES", 2**20)
     monkeypatch.setattr(child, "CPU_SECONDS", 5.0)
-    assert child.in_fork(HOSTILE["wide"], vocabulary()).error == child.TOO_LARGE
+    assert checked(HOSTILE["wide"]).error == child.TOO_LARGE
 
 
 def test_a_fork_that_does_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "WALL_SECONDS", 0.2)
-    monkeypatch.setattr(child, "verdict_on", lambda constraint, tokens: time.sleep(60))
     start = time.monotonic()
-    assert child.in_fork(HOSTILE["wide"], vocabulary()).error == child.TOO_SLOW
+    assert child.in_fork(lambda: time.sleep(60)).error == child.TOO_SLOW  # type: ignore[arg-type, return-value]
     assert time.monotonic() - start < 5
 
 

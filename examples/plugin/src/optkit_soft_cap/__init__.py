@@ -1,0 +1,1 @@
+"""Soft-capped logits in one op: a plug-in for optkit."""

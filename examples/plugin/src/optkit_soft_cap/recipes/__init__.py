@@ -1,0 +1,1 @@
+"""Recipes of the plug-in: one YAML file each."""
