@@ -176,7 +176,7 @@ wheel: $(VENV)/.test
 	@ls dist
 
 # Two environments without optkit (1 GB and 0.2 GB): some clients need openai 2, others openai 3. Their servers run in .venv.
-# --no-deps: the files name every package, and guidellm asks for torch without using it here.
+# --no-deps: the files name every package but torch, which guidellm imports: that one is found in .venv, behind all others.
 LOCKED = -m pip --disable-pip-version-check --no-input -q install --no-deps -r
 CLIENT_TESTS = OPTKIT_PYTHON=$(BIN)/python OPTKIT_ARTIFACT=$(ARTIFACT) $(call WITHIN,1h)
 
@@ -187,10 +187,12 @@ clients: .clients/.made .agents/.made $(VENV)/.test artifact-verified
 	$(CLIENT_TESTS) .clients/bin/python -m pytest --confcutdir=tests/clients tests/clients/libraries $(ARGS) || status=1; \
 	exit $$status
 
-.clients/.made: tests/clients/libraries/requirements.txt
+.clients/.made: tests/clients/libraries/requirements.txt | $(VENV)/.run
 	@echo "installing the clients into .clients"
 	@$(PYTHON) -m venv --clear .clients
 	@.clients/bin/python $(LOCKED) $<
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(.clients/bin/python -c \
+	    'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth
 	@touch $@
 
 .agents/.made: tests/clients/agents/requirements.txt

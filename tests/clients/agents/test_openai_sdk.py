@@ -22,6 +22,11 @@ class City(BaseModel):
     size: Literal["small", "large"]
 
 
+class Place(BaseModel):
+    name: Literal["Oslo", "Bergen"]
+    size: Literal["small", "large"]
+
+
 @pytest.fixture
 def client(server: Server) -> OpenAI:
     return OpenAI(base_url=server.base, api_key="any", max_retries=0)
@@ -43,13 +48,13 @@ def test_parse_gives_the_arguments_of_calls(real: Server, real_client: OpenAI) -
     answer = real_client.chat.completions.parse(
         model=real.model,
         messages=[ASKED],
-        tools=[openai.pydantic_function_tool(City)],
+        tools=[openai.pydantic_function_tool(Place)],
         tool_choice="required",
         temperature=0,
         max_tokens=300,
     )
     for call in answer.choices[0].message.tool_calls or []:
-        assert isinstance(call.function.parsed_arguments, City)
+        assert isinstance(call.function.parsed_arguments, Place)
     assert answer.choices[0].message.tool_calls
 
 
@@ -69,7 +74,8 @@ def test_the_streaming_helper_counts_tokens_and_logprobs(real: Server, real_clie
         model=real.model,
         messages=[DESCRIBE],
         temperature=0,
-        max_tokens=12,
+        max_tokens=200,
+        stop=["Oslo"],
         logprobs=True,
         top_logprobs=2,
         stream_options={"include_usage": True},
@@ -77,9 +83,9 @@ def test_the_streaming_helper_counts_tokens_and_logprobs(real: Server, real_clie
         events = list(stream)
         tokens = [event.content for event in events if event.type == "logprobs.content.delta"]
         last = stream.get_final_completion()
-    assert last.usage is not None and last.usage.completion_tokens == 12
-    assert sum(map(len, tokens)) == 12
-    assert last.choices[0].finish_reason == "length"
+    assert last.choices[0].finish_reason == "stop"
+    assert last.usage is not None and last.usage.completion_tokens > 0
+    assert 0 < sum(map(len, tokens)) <= last.usage.completion_tokens
 
 
 @pytest.mark.parametrize("stream", [False, True])
