@@ -8,9 +8,13 @@ answers (``early_stopping=False`` in transformers).
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
+
+import msgspec
 
 from optkit.runtime.types import TokenLogprob
 
@@ -25,6 +29,7 @@ class BeamOptions:
         stop_ids: tokens that end an answer.
         min_tokens: of an answer before a stop token.
         length_penalty: above 0 favours long answers, below 0 short ones.
+        num_listed: likely tokens to keep in the place of each token.
     """
 
     width: int
@@ -32,6 +37,7 @@ class BeamOptions:
     stop_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
     length_penalty: float = 1.0
+    num_listed: int = 0
 
     @property
     def num_kept(self) -> int:
@@ -92,7 +98,7 @@ class BeamSearch:
         for beam, end in zip(ranked[: options.width], ends, strict=False):
             if end:
                 self._found.append((self._score(beam), beam))
-        self._found = sorted(self._found, key=_first, reverse=True)[: options.width]
+        self._found = sorted(self._found, key=itemgetter(0), reverse=True)[: options.width]
         self.running = [beam for beam, end in zip(ranked, ends, strict=True) if not end][: options.width]
         self.is_done = not self.running or (
             len(self._found) == options.width and self._score(self.running[0]) <= self._found[-1][0]
@@ -103,17 +109,19 @@ class BeamSearch:
         return beam.entries[-1].token_id in self._options.stop_ids
 
     def _ranked(self, likely: Sequence[Sequence[tuple[int, float]]], may_stop: bool) -> list[Beam]:
-        continuations = (
-            Beam(beam.logprob + logprob, (*beam.entries, TokenLogprob(token, logprob, tuple(tokens))))
-            for beam, tokens in zip(self.running, likely, strict=True)
+        options = self._options
+        totals = (
+            (beam.logprob + logprob, i, TokenLogprob(token, logprob))
+            for i, (beam, tokens) in enumerate(zip(self.running, likely, strict=True))
             for token, logprob in tokens
-            if may_stop or token not in self._options.stop_ids
+            if may_stop or token not in options.stop_ids
         )
-        return sorted(continuations, key=_first, reverse=True)[: self._options.num_kept]
+        best = heapq.nlargest(options.num_kept, totals, key=itemgetter(0))
+        listed = [tuple(tokens[: options.num_listed]) for tokens in likely]
+        return [
+            Beam(total, (*self.running[i].entries, msgspec.structs.replace(entry, top=listed[i])))
+            for total, i, entry in best
+        ]
 
     def _score(self, beam: Beam) -> float:
         return beam.logprob / len(beam.entries) ** self._options.length_penalty
-
-
-def _first(pair: Beam | tuple[float, Beam]) -> float:
-    return pair[0]

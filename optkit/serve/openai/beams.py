@@ -45,6 +45,7 @@ async def beam_text(
         stop_ids=frozenset(sampling.stop_token_ids),
         min_tokens=sampling.min_tokens,
         length_penalty=length_penalty,
+        num_listed=sampling.logprobs or 0,
     )
     for job, output in zip(jobs, await _search(engine, jobs[0].request, options), strict=False):
         async with aclosing(generate_text(_Found(output), tokenizer, metrics, job)) as deltas:
@@ -56,11 +57,10 @@ async def _search(engine: TokenSource, request: EngineRequest, options: BeamOpti
     """The output of each choice; or a failure of the engine, as the only output."""
     search = BeamSearch(options)
     first: TokenOutput | None = None
-    num_listed = request.sampling.logprobs or 0
     num_steps = 0
     while not search.is_done:
         asked = [
-            _step(request, beam, f"{num_steps}-{i}", max(options.num_likely, num_listed))
+            _step(request, beam, f"{num_steps}-{i}", max(options.num_likely, options.num_listed))
             for i, beam in enumerate(search.running)
         ]
         outputs = await asyncio.gather(*(_token(engine, step) for step in asked))
@@ -68,8 +68,8 @@ async def _search(engine: TokenSource, request: EngineRequest, options: BeamOpti
         if failed is not None:
             return [failed]
         first, num_steps = first or outputs[0], num_steps + 1
-        search.advance([output.logprobs[0].top[: options.num_likely] for output in outputs])
-    return [_output(beam, search.has_stopped(beam), num_listed, first) for beam in search.answers]
+        search.advance([output.logprobs[0].top for output in outputs])
+    return [_output(beam, search.has_stopped(beam), first) for beam in search.answers]
 
 
 def _step(request: EngineRequest, beam: Beam, name: str, num_logprobs: int) -> EngineRequest:
@@ -96,16 +96,15 @@ async def _token(engine: TokenSource, request: EngineRequest) -> TokenOutput:
     return found
 
 
-def _output(beam: Beam, has_stopped: bool, num_listed: int, first: TokenOutput | None) -> TokenOutput:
+def _output(beam: Beam, has_stopped: bool, first: TokenOutput | None) -> TokenOutput:
     """``beam`` as the engine would give a whole answer."""
-    entries = tuple(msgspec.structs.replace(entry, top=entry.top[:num_listed]) for entry in beam.entries)
     tokens = beam.token_ids
     return TokenOutput(
         request_id="",
         token_ids=tokens[:-1] if has_stopped else tokens,
         stop_token=tokens[-1] if has_stopped else None,
         finish_reason=FinishReason.STOP if has_stopped else FinishReason.LENGTH,
-        logprobs=entries,
+        logprobs=beam.entries,
         first=first.first if first else None,
     )
 

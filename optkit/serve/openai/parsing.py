@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from optkit.serve.http.errors import ApiError, printable, unsupported
 from optkit.serve.http.json_body import parse_object
-from optkit.serve.openai.fields import MAX_CHOICES
+from optkit.serve.openai.fields import MAX_BEAMS, MAX_CHOICES
 from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
 from optkit.serve.openai.unsupported import HARMLESS, INERT, refuse_unsupported
 
@@ -114,6 +114,8 @@ WITHOUT_BEAMS: dict[str, tuple[Any, ...]] = {
 def _check_beam_search(request: GenerationRequest) -> None:
     if request.best_of not in (None, request.num_returned):
         raise _invalid("best_of", "beam search has 'n' beams: 'best_of' must equal 'n'")
+    if request.num_choices > MAX_BEAMS:
+        raise _invalid("n", f"beam search has at most {MAX_BEAMS} beams")
     if request.requested_max_tokens == 0:
         raise _invalid("max_tokens", "beam search needs at least one token")
     for name, inert in WITHOUT_BEAMS.items():

@@ -149,6 +149,7 @@ def test_a_failure_of_the_engine_is_an_error_without_a_search() -> None:
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"bad_words": ["a"]}, "bad_words"),
         ({"best_of": 3, "n": 2}, "best_of"),
+        ({"n": 33}, "n"),
         ({"guided_regex": "a+"}, "guided_regex"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         (
