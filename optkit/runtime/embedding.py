@@ -114,9 +114,7 @@ class Embedder:
             queue[:] = [text for text in queue if text.message.request_id != request_id]
         return sum(map(len, queues)) < before
 
-    def step(
-        self, max_tokens: int, departed: Callable[[], AbstractSet[str]] = frozenset
-    ) -> list[Embedding]:
+    def step(self, max_tokens: int, departed: Callable[[], AbstractSet[str]] = frozenset) -> list[Embedding]:
         """Compute up to ``max_tokens`` tokens; the messages that are finished.
 
         Args:

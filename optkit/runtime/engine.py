@@ -274,6 +274,22 @@ class Engine:
         limit = self.scheduler.prompt_limit() if self.has_work else self.config.max_num_batched_tokens
         return self._embedder.step(limit, self.departed)
 
+    def embed(self, prompts: Sequence[Sequence[int]], pooling: Pooling) -> torch.Tensor:
+        """Vectors [prompts, hidden size] float32, for tests and measurements in the same process, without requests.
+
+        Raises:
+            RequestFailed: the model failed.
+            EngineRefusal, UserError: as ``add_embedding``.
+        """
+        name = f"embed-{next(self._ids)}"
+        self.add_embedding(name, prompts, pooling)
+        while True:
+            for message in self.embed_step():
+                if message.request_id == name:
+                    if message.error:
+                        raise RequestFailed(message.error)
+                    return message.stacked()
+
     def stats(self) -> EngineStats:
         return self.scheduler.stats()
 

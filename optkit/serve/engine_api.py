@@ -5,13 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from optkit.runtime.info import EngineInfo
+from optkit.runtime.pooling import Pooling
 from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.types import EngineRequest, EngineStats, TokenOutput
+
+if TYPE_CHECKING:
+    from optkit.runtime.process.ipc import Embedded
 
 
 class TokenSource(Protocol):
@@ -43,6 +47,10 @@ class AsyncEngine(TokenSource, Protocol):
         ...
 
     async def reset_prefix_cache(self) -> None: ...
+
+    async def embed(self, prompts: Sequence[Sequence[int]], pooling: Pooling) -> Embedded:
+        """The vectors of token ids, or the reason why there are none; cancelling the call drops the texts."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.types import EngineRequest, EngineStats, FinishReason, FirstToken
 from optkit.serve.engine_metrics import LABELS, EngineGauges, LoadedEngine
+from optkit.serve.pooling.metrics import PoolingMetrics
 from optkit.version import VERSION
 
 TTFT_EDGES = (
@@ -131,6 +132,7 @@ class Metrics:
         self.generation_total = self._counter("generation_tokens", "Tokens generated.")
         self.finished = self._finished_counters()
         self.rejections = self._rejection_counters()
+        self.pooling = PoolingMetrics(self.registry, self._values)
         version = Gauge("optkit:build_info", "The running version.", ("version",), registry=self.registry)
         version.labels(VERSION).set(1)
         self.registry.register(LoadedEngine(info, self._values))

@@ -1,0 +1,97 @@
+"""Vectors of an engine against those of transformers, and the time of texts together and one by one."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from optkit.graph import ops
+from optkit.graph.ir import Graph
+from optkit.runtime.engine import Engine
+from optkit.runtime.pooling import POOLINGS, Pooling
+from optkit.text.corpora import load_text
+from optkit.text.tokenizer import Tokenizer
+
+BATCH = 64  # texts
+LENGTHS = (8, 16, 24, 32, 48, 64)  # tokens of a text, in turn
+
+
+def texts(tokenizer: Tokenizer, count: int = BATCH) -> list[list[int]]:
+    """Token ids of ``count`` pieces of the evaluation text, of ``LENGTHS`` in turn."""
+    ids = tokenizer.encode(load_text("evaluation")[: 1000 * count])
+    found, at = [], 0
+    for index in range(count):
+        length = LENGTHS[index % len(LENGTHS)]
+        found.append(ids[at : at + length])
+        at += length
+    return found
+
+
+def is_quantized(graph: Graph) -> bool:
+    """True if a linear layer of ``graph`` has integer weights."""
+    return any(node.target in ops.QUANTIZED_LINEARS for node in graph.fx.nodes)
+
+
+def fidelity(
+    engine: Engine, prompts: Sequence[Sequence[int]], model: Path, quantized: bool
+) -> dict[str, Any]:
+    """The smallest cosine of the engine's vectors and those of transformers in ``model``, for each pooling."""
+    from transformers import AutoModel
+
+    reference = AutoModel.from_pretrained(model, dtype=torch.float32).eval()
+    states = []
+    for prompt in prompts:
+        with torch.inference_mode():
+            states.append(reference(input_ids=torch.tensor([list(prompt)])).last_hidden_state[0].double())
+    result: dict[str, Any] = {}
+    kind = "quantized" if quantized else "float"
+    for pooling in POOLINGS:
+        expected = torch.stack([pooled(rows, pooling) for rows in states])
+        found = engine.embed(prompts, pooling).double()
+        cosines = torch.nn.functional.cosine_similarity(found, expected)
+        result[f"{kind}, {pooling}: min cosine"] = float(cosines.min())
+    return result
+
+
+def pooled(rows: torch.Tensor, pooling: str) -> torch.Tensor:
+    """The vector of the states [T, hidden size] of transformers."""
+    return {"last": rows[-1], "mean": rows.mean(0), "cls": rows[0]}[pooling]
+
+
+def speed(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int) -> dict[str, Any]:
+    """Seconds of all texts one by one and in one message, in turn; the vectors must be the same bits."""
+    pooling: Pooling = "last"
+
+    def alone() -> np.ndarray:
+        return np.concatenate([engine.embed([prompt], pooling).numpy() for prompt in prompts])
+
+    def together() -> np.ndarray:
+        return engine.embed(prompts, pooling).numpy()
+
+    same = bool(np.array_equal(alone(), together()))  # and the warm-up
+    times = [(_seconds(alone), _seconds(together)) for _ in range(rounds)]
+    one_by_one, batch = (statistics.median(side) for side in zip(*times, strict=True))
+    return {
+        "batch differs": 0 if same else 1,
+        "one by one, ms a text": 1e3 * one_by_one / len(prompts),
+        "batch, ms a text": 1e3 * batch / len(prompts),
+        "batch: gain": one_by_one / batch,
+        "rounds, s": times,
+    }
+
+
+def first_call(engine: Engine, prompt: Sequence[int]) -> dict[str, Any]:
+    """Seconds of the first text, for which the model without its head is prepared."""
+    return {"first call, ms": 1e3 * _seconds(lambda: engine.embed([prompt], "last"))}
+
+
+def _seconds(work: Any) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
