@@ -22,11 +22,11 @@ BATCH = 64  # texts
 LENGTHS = (8, 16, 24, 32, 48, 64)  # tokens of a text, in turn
 
 
-def texts(tokenizer: Tokenizer, count: int = BATCH) -> list[list[int]]:
-    """Token ids of ``count`` pieces of the evaluation text, of ``LENGTHS`` in turn."""
-    ids = tokenizer.encode(load_text("evaluation")[: 1000 * count])
+def texts(tokenizer: Tokenizer) -> list[list[int]]:
+    """Token ids of ``BATCH`` pieces of the evaluation text, of ``LENGTHS`` in turn."""
+    ids = tokenizer.encode(load_text("evaluation")[: 1000 * BATCH])
     found, at = [], 0
-    for index in range(count):
+    for index in range(BATCH):
         length = LENGTHS[index % len(LENGTHS)]
         found.append(ids[at : at + length])
         at += length

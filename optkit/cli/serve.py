@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from optkit.cli.engine_flags import with_engine_flags
+from optkit.cli.engine_flags import size, with_engine_flags
 from optkit.extras import need_extra
 from optkit.machine import logs
 from optkit.recipe.engine_options import ACCESS
@@ -116,6 +116,16 @@ def serve(
             rich_help_panel=ACCESS, help="Private key of the certificate (PEM, without a passphrase)."
         ),
     ] = None,
+    response_cache: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=ACCESS,
+            metavar="SIZE",
+            help="Memory for whole answers, such as 256MiB: a repeated deterministic request (temperature 0 or a seed) "
+            "is answered at once, with the same bytes. 0 is off. A request's 'cache' field overrides: no-cache, "
+            "no-store, ttl.",
+        ),
+    ] = "0",
     chat_template: Annotated[
         Path | None,
         typer.Option(
@@ -199,6 +209,7 @@ def serve(
             generation_config=generation_config.value,
             allowed_origins=tuple(allowed_origins or ()),
             root_path=root_path,
+            response_cache_bytes=size(response_cache, "--response-cache"),
             ssl_certfile=ssl_certfile,
             ssl_keyfile=ssl_keyfile,
             engine=engine_options,

@@ -89,6 +89,11 @@ def create_app(
     add_routes(app, state)
     _add_models(app, settings)
     _add_health(app, state, settings)
+    if settings.response_cache_bytes:
+        from optkit.serve.cache.middleware import ResponseCacheMiddleware
+
+        is_open = lambda: not app.state.draining  # noqa: E731
+        app.add_middleware(ResponseCacheMiddleware, state=state, is_open=is_open)
     app.add_middleware(AuthMiddleware, settings=settings)
     if settings.allowed_origins:  # outside of the authentication: a browser asks first without the key
         origins = list(settings.allowed_origins)

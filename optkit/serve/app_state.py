@@ -6,6 +6,8 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
+from starlette.types import Scope
+
 from optkit.serve.constraints.checker import ConstraintChecker
 from optkit.serve.engine_api import AsyncEngine, ServeSettings
 from optkit.serve.http.admission import Admission
@@ -15,6 +17,8 @@ from optkit.serve.openai.prompts import PromptReader
 from optkit.serve.openai.protocol import GenerationRequest
 from optkit.serve.shutdown import RequestsInFlight, shutting_down
 from optkit.serve.tracing import Tracing
+
+COMPLETE = "answer_is_complete"  # in the state of a scope
 
 
 @dataclass(frozen=True)
@@ -72,3 +76,13 @@ class AppState:
             limit = self.settings.request_timeout
             return ApiError(f"not answered within {limit:g} s", code="request_timeout", status=504)
         return internal_error(error)
+
+
+def mark_complete(scope: Scope) -> None:
+    """Note in ``scope`` that the answer was sent whole, without an error inside."""
+    scope.setdefault("state", {})[COMPLETE] = True
+
+
+def is_complete(scope: Scope) -> bool:
+    """True after ``mark_complete``."""
+    return bool(scope.get("state", {}).get(COMPLETE))

@@ -66,6 +66,7 @@ class ServeSettings:
         allowed_origins: origins of web pages that may read answers (CORS).
         root_path: path of the server behind a proxy, such as "/llm".
         fingerprint: changes with the model and the version of optkit.
+        response_cache_bytes: memory of the exact response cache; 0 is none.
         request_timeout: seconds from arrival to the last token; None: no limit.
         max_body_bytes, body_timeout: limits of a request's body; the second in seconds.
     """
@@ -81,3 +82,4 @@ class ServeSettings:
     fingerprint: str = ""
     allowed_origins: tuple[str, ...] = ()
     root_path: str = ""
+    response_cache_bytes: int = 0

@@ -82,6 +82,9 @@ REJECTIONS = ("max_queue", "ttft_slo")  # the option behind the rejection
 class Metrics:
     """All metrics of a server, on a separate registry.
 
+    Attributes:
+        labels: the values of ``LABELS``.
+
     Args:
         model_name: value of the ``model_name`` label.
         stats: returns the engine's gauges.
@@ -99,7 +102,7 @@ class Metrics:
         restarts: Callable[[], int] = lambda: 0,
     ) -> None:
         self.registry = CollectorRegistry()
-        self._values = (model_name, "0")
+        self._values = self.labels = (model_name, "0")
         ttft = tuple(sorted({*TTFT_EDGES, *([ttft_slo_ms / 1000] if ttft_slo_ms else [])}))
         self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", ttft)
         self.itl = self._histogram("inter_token_latency_seconds", "Between two tokens.", TOKEN_EDGES)

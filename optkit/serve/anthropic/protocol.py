@@ -41,7 +41,13 @@ HARMLESS = frozenset(
             "user_profile_id",
             "workspace_id",
         ),  # for the operator
-        *("cache_control", "context_management", "diagnostics", "betas"),  # prefixes are found by content
+        *(
+            "cache",
+            "cache_control",
+            "context_management",
+            "diagnostics",
+            "betas",
+        ),  # prefixes are found by content
     ]
 )
 PARAMS = {  # the fields of chat requests and their names here

@@ -22,7 +22,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from optkit.serve.app_state import AppState
+from optkit.serve.app_state import AppState, mark_complete
 from optkit.serve.http.disconnect import until_disconnect
 from optkit.serve.http.errors import ApiError
 from optkit.serve.openai.answers import AnswerWriter, Endpoint, ResponseHead, ResponseParts
@@ -78,14 +78,15 @@ class GenerationResponse(Response):
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await until_disconnect(self._answer(send), receive)
+        await until_disconnect(self._answer(scope, send), receive)
 
-    async def _answer(self, send: Send) -> None:
+    async def _answer(self, scope: Scope, send: Send) -> None:
         """Answer the request, or report the failure, and log a line."""
         wire, outcome = Wire(send), "ok"
         try:
             async with self._state.requests.limit(self._state.deadline(self._sender.arrival)):
                 await self._generate_and_send(wire)
+            mark_complete(scope)
         except asyncio.CancelledError:  # the client is gone
             outcome = "cancelled"
             raise

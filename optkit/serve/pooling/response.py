@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from optkit.runtime.pooling import Pooling, grouped
 from optkit.runtime.process.client import ENGINE_DIED, ENGINE_GONE, ENGINE_STOPPED
-from optkit.serve.app_state import AppState
+from optkit.serve.app_state import AppState, mark_complete
 from optkit.serve.http.disconnect import until_disconnect
 from optkit.serve.http.errors import ApiError, internal_error
 from optkit.serve.pooling import vectors as arrays
@@ -65,6 +65,7 @@ class PoolingResponse(Response):
                 with state.admission.permits(1):
                     body = await self._body()
                 await Response(body, media_type="application/json")(scope, receive, send)
+            mark_complete(scope)
         except asyncio.CancelledError:  # the client is gone
             record.outcome = "cancelled"
             raise

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from optkit.serve.http.errors import ApiError, printable
 from optkit.serve.http.json_body import parse_object
 from optkit.serve.openai.parsing import checked
+from optkit.serve.openai.unsupported import HARMLESS
 from optkit.serve.pooling import vectors as arrays
 from optkit.serve.pooling.protocol import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from optkit.serve.pooling.vectors import Vectors
@@ -143,6 +144,6 @@ def parse_score(body: bytes) -> PoolingTask:
 def parsed(kind: type[Kind], body: bytes) -> Kind:
     """The request in a JSON ``body``; unknown fields are accepted with a line in the log."""
     request = checked(kind, parse_object(body))
-    if unknown := sorted(request.model_extra or {}):
+    if unknown := sorted((request.model_extra or {}).keys() - HARMLESS):
         log.info("ignoring unknown fields: %s", printable(", ".join(unknown)))
     return request

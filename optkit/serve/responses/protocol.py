@@ -37,6 +37,7 @@ HARMLESS = frozenset(
     [
         *("service_tier", "safety_identifier", "access_programs"),  # for the operator of the service
         *(
+            "cache",
             "prompt_cache_key",
             "prompt_cache_options",
             "prompt_cache_retention",
