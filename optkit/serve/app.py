@@ -92,8 +92,7 @@ def create_app(
     if settings.response_cache_bytes:
         from optkit.serve.cache.middleware import ResponseCacheMiddleware
 
-        is_open = lambda: not app.state.draining  # noqa: E731
-        app.add_middleware(ResponseCacheMiddleware, state=state, is_open=is_open)
+        app.add_middleware(ResponseCacheMiddleware, state=state)
     app.add_middleware(AuthMiddleware, settings=settings)
     if settings.allowed_origins:  # outside of the authentication: a browser asks first without the key
         origins = list(settings.allowed_origins)

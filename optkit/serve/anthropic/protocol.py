@@ -41,13 +41,8 @@ HARMLESS = frozenset(
             "user_profile_id",
             "workspace_id",
         ),  # for the operator
-        *(
-            "cache",
-            "cache_control",
-            "context_management",
-            "diagnostics",
-            "betas",
-        ),  # prefixes are found by content
+        *("cache_control", "context_management", "diagnostics", "betas"),  # prefixes are found by content
+        "cache",  # read by the response cache
     ]
 )
 PARAMS = {  # the fields of chat requests and their names here

@@ -1,81 +1,120 @@
-"""One computation of an answer, sent to every client that asks for it meanwhile.
+"""Single flight: one computation of an answer, sent to every client that asks for it meanwhile.
 
 The application runs in a task apart from the clients. Each client gets the messages so far and then the new ones as
 they come, so streams stay streams. The application sees a disconnect only when the last client has left: one that
 leaves does not cost the others their answer.
+
+All messages are held until the end, within a bound on memory. An answer that grows beyond the bound takes no
+further clients and is not kept; the application then waits until those it has have read what was sent.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Scope
 
 from optkit.serve.app_state import is_complete
+from optkit.serve.cache.store import Header, Room
+
+MESSAGE_BYTES = 320  # of a message beside its body, about
+
+
+@dataclass(eq=False)
+class _Reader:
+    """A client; ``position`` is the number of messages that were sent to it."""
+
+    position: int = 0
 
 
 class Flight:
     """A run of ``app`` for a request with ``body``; begins at once.
 
     Args:
-        landed: called with the flight at the end of the run.
+        room: for the messages.
+        on_end: called with the flight at the end of the run.
     """
 
-    def __init__(self, app: ASGIApp, scope: Scope, body: bytes, landed: Callable[[Flight], None]) -> None:
+    def __init__(
+        self, app: ASGIApp, scope: Scope, body: bytes, room: Room, on_end: Callable[[Flight], None]
+    ) -> None:
         self._scope = {**scope, "state": dict(scope.get("state", {}))}
         self._requests: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-        self._messages: list[Message] = []
-        self._num_clients = 0
+        self._messages: deque[Message] = deque()
+        self._num_dropped = 0  # messages before the first of ``_messages``
+        self._readers: list[_Reader] = []
+        self._room, self._is_whole = room, True
         self._abandoned, self._news = asyncio.Event(), asyncio.Event()
-        self._landed = landed
+        self._on_end = on_end
         self._task = asyncio.create_task(self._run(app))
         self._task.add_done_callback(self._end)
 
-    async def follow(self) -> AsyncIterator[Message]:
-        """The messages of the answer, from the first; raises the exception of the application after the last.
-
-        Closing the last iterator ends the computation.
-        """
-        self._num_clients += 1
-        try:
-            sent = 0
-            while True:
-                while sent < len(self._messages):
-                    sent += 1
-                    yield self._messages[sent - 1]
-                if self._task.done():
-                    self._task.result()
-                    return
-                await self._news.wait()
-        finally:
-            self._num_clients -= 1
-            if not self._num_clients and not self._task.done():
-                self._abandoned.set()
-                await asyncio.wait({self._task})
+    @property
+    def is_open(self) -> bool:
+        """True while further clients can get the answer: all of it is held, and a client waits for it."""
+        return self._is_whole and not self._abandoned.is_set()
 
     @property
-    def is_abandoned(self) -> bool:
-        """True when the last client has left before the end."""
-        return self._abandoned.is_set()
-
-    @property
-    def answer(self) -> tuple[tuple[tuple[bytes, bytes], ...], bytes] | None:
+    def answer(self) -> tuple[tuple[Header, ...], bytes] | None:
         """Headers and body of a whole answer with status 200; None for anything else."""
-        if not self._messages or not is_complete(self._scope):
+        if not self._is_whole or not self._messages or not is_complete(self._scope):
             return None
         start, *rest = self._messages
         if start["status"] != 200:
             return None
         return tuple(start["headers"]), b"".join(message.get("body", b"") for message in rest)
 
+    @asynccontextmanager
+    async def joined(self) -> AsyncIterator[AsyncIterator[Message]]:
+        """One more client, which gets the messages of the answer, from the first.
+
+        The iterator raises the exception of the application after the last message. The end of the context of the
+        last client ends the computation.
+        """
+        reader = _Reader()
+        self._readers.append(reader)
+        try:
+            yield self._messages_of(reader)
+        finally:
+            self._readers.remove(reader)
+            self._drop_read()
+            if not self._readers and not self._task.done():
+                self._abandoned.set()
+                await asyncio.wait({self._task})
+
+    async def _messages_of(self, reader: _Reader) -> AsyncIterator[Message]:
+        while True:
+            while reader.position < self._num_dropped + len(self._messages):
+                yield self._messages[reader.position - self._num_dropped]
+                reader.position += 1
+                self._drop_read()
+            if self._task.done():
+                self._task.result()
+                return
+            await self._news.wait()
+
+    def _drop_read(self) -> None:
+        """Forget the messages that all clients have read, of an answer that is too large to be held."""
+        if self._is_whole:
+            return
+        first = min((reader.position for reader in self._readers), default=self._num_dropped)
+        while self._num_dropped < first:
+            self._messages.popleft()
+            self._num_dropped += 1
+        self._wake()
+
     async def _run(self, app: ASGIApp) -> None:
         await app(self._scope, self._receive, self._send)
 
     def _end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
-            task.exception()  # is raised by ``follow``, if a client is left
-        self._landed(self)
+            task.exception()  # is raised for the clients, if one is left
+        self._room.close()
+        self._on_end(self)
         self._wake()
 
     async def _receive(self) -> Message:
@@ -85,10 +124,16 @@ class Flight:
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Message) -> None:
+        if self._is_whole:
+            self._is_whole = self._room.grow(MESSAGE_BYTES + len(message.get("body", b"")))
         self._messages.append(message)
         self._wake()
+        while not self._is_whole and self._messages and self._readers:
+            self._drop_read()
+            if self._messages:
+                await self._news.wait()
 
     def _wake(self) -> None:
-        """Let every client look for new messages."""
+        """Let the application and every client look for changes."""
         self._news.set()
         self._news.clear()

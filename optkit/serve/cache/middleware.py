@@ -1,9 +1,9 @@
 """The exact response cache in front of the application, inside of access control.
 
 A request whose answer follows from its fields alone (``policy``) is computed once: a later one gets the kept bytes, one
-at the same time shares the computation (``flight``). An answer is kept when it is whole; an error never is. Since
-answers do not depend on the load, a hit has the text that a new computation would have; ``id``, ``created`` and the
-cached tokens in ``usage`` are those of the first answer.
+at the same time shares the computation (``flight``). An answer is kept when it is whole; an error never is, and no
+request gets the error of another one in the place of an answer. Since answers do not depend on the load, a hit has the
+text that a new computation would have; ids, times and the cached tokens in ``usage`` are those of the first answer.
 
 The header ``x-optkit-cache`` names the way of an answer: ``hit``, ``shared``, ``miss``, or ``bypass`` for a request not
 for the cache. A hit has ``Age`` in seconds (RFC 9111).
@@ -14,9 +14,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from contextlib import aclosing, suppress
-from typing import cast
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, cast
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,8 +25,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from optkit.serve.app_state import AppState
 from optkit.serve.cache.flight import Flight
 from optkit.serve.cache.metrics import CacheMetrics
-from optkit.serve.cache.policy import CACHED, CacheControl, control_of, is_deterministic, key_of
-from optkit.serve.cache.store import Answer, Header, ResponseStore
+from optkit.serve.cache.policy import CACHED, CacheControl, KeyMaker, control_of, is_deterministic
+from optkit.serve.cache.store import Answer, Header, ResponseStore, Room
 from optkit.serve.http.auth import path_of
 from optkit.serve.http.body import read_body
 from optkit.serve.http.disconnect import until_disconnect
@@ -39,90 +40,122 @@ log = logging.getLogger("optkit.serve")
 HEADER = b"x-optkit-cache"
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """A request: its path, the name of its API key, its body, and the body's fields."""
+
+    path: str
+    tenant: str
+    body: bytes
+    data: dict[str, Any]
+    control: CacheControl
+
+
 class ResponseCacheMiddleware:
-    """ASGI middleware.
+    """ASGI middleware."""
 
-    Args:
-        is_open: False when the server takes no new requests.
-    """
-
-    def __init__(self, app: ASGIApp, state: AppState, is_open: Callable[[], bool]) -> None:
-        self._app, self._state, self._is_open = app, state, is_open
-        self._store = ResponseStore(state.settings.response_cache_bytes)
-        metrics = state.metrics
-        self._metrics = CacheMetrics(metrics.registry, metrics.labels, self._store)
+    def __init__(self, app: ASGIApp, state: AppState) -> None:
+        self._app, self._state, self._settings = app, state, state.settings
+        self.store = ResponseStore(state.settings.response_cache_bytes)
+        self._metrics = CacheMetrics(state.metrics.registry, state.metrics.labels, self.store).requests
+        self._keys = KeyMaker(state.settings.fingerprint, state.prompts.tokenizer.chat_template)
         self._flights: dict[bytes, Flight] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or not self._is_open():
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["app"].state.draining:
             return await self._app(scope, receive, send)
-        path, settings = path_of(scope), self._state.settings
+        path, settings = path_of(scope), self._settings
         if path not in CACHED:
             return await self._app(scope, receive, send)
         try:
             body = await read_body(Request(scope, receive), settings.max_body_bytes, settings.body_timeout)
             data = parse_object(body)
-            control = control_of(data)
+            asked = _Asked(path, scope.get("state", {}).get("tenant", ""), body, data, control_of(data))
         except ApiError as error:  # the same that the endpoint would find
             return await error_response(error, path)(scope, receive, send)
-        if not is_deterministic(path, data, self._state.prompts.defaults.temperature):
-            self._metrics.requests["bypass"].inc()
-            return await self._app(scope, again(body, receive), tagged(send, b"bypass"))
-        tenant = scope.get("state", {}).get("tenant", "")
-        await self._answer(
-            key_of(settings.fingerprint, path, tenant, data), control, body, scope, receive, send
-        )
-        return None
-
-    async def _answer(
-        self, key: bytes, control: CacheControl, body: bytes, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        """Answer from the store, with a running computation, or with a new one."""
-        start = time.monotonic()
-        kept = None if control.no_cache else self._store.get(key)
+        is_exact = is_deterministic(path, data, self._state.prompts.defaults.temperature)
+        key = self._key_of(asked) if is_exact else None
+        if key is None:
+            self._metrics["bypass"].inc()
+            return await self._app(scope, again(body, receive), tagged(send, "bypass"))
+        kept = None if asked.control.no_cache else self.store.get(key)
         if kept is not None:
-            self._metrics.requests["hit"].inc()
-            await self._send_kept(kept, send)
-            tenant = scope.get("state", {}).get("tenant", "")
-            seconds = round(time.monotonic() - start, 4)
-            log.info("request", extra={"event": {"outcome": "cached", "seconds": seconds, "tenant": tenant}})
-            return
-        flight = None if control.no_cache else self._flights.get(key)
-        result = "miss" if flight is None or flight.is_abandoned else "shared"
-        self._metrics.requests[result].inc()
-        if flight is None or flight.is_abandoned:
+            return await self._send_kept(kept, asked.tenant, send)
+        return await self._compute(key, asked, scope, receive, send)
 
-            def landed(flight: Flight) -> None:
+    def _key_of(self, asked: _Asked) -> bytes | None:
+        return self._keys.key_of(asked.path, asked.tenant, asked.data)
+
+    async def _compute(self, key: bytes, asked: _Asked, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer with a computation that is going on, or with a new one."""
+        flight = None if asked.control.no_cache else self._flights.get(key)
+        if flight is None or not flight.is_open:
+            self._metrics["miss"].inc()
+
+            def keep(flight: Flight) -> None:
                 if self._flights.get(key) is flight:
                     del self._flights[key]
-                if flight.answer is not None and not control.no_store:
-                    self._store.put(key, *flight.answer, control.ttl)
+                if (
+                    flight.answer and not asked.control.no_store and self._key_of(asked) == key
+                ):  # the same day
+                    self.store.put(key, *flight.answer, asked.control.ttl)
 
-            flight = self._flights[key] = Flight(self._app, scope, body, landed)
-        await until_disconnect(self._follow(flight, tagged(send, result.encode())), receive)
+            flight = self._flights[key] = Flight(self._app, scope, asked.body, Room(self.store), keep)
+            await self._relay(flight, "miss", receive, send)
+        elif await self._relay(flight, "shared", receive, send):
+            self._metrics["shared"].inc()
+            log.info("request", extra={"event": {"outcome": "shared", "tenant": asked.tenant}})
+        else:  # the other request failed before its answer began; this one may not
+            self._metrics["miss"].inc()
+            await self._app(scope, again(asked.body, receive), tagged(send, "miss"))
 
-    async def _send_kept(self, kept: Answer, send: Send) -> None:
-        age = str(max(0, int(self._store.clock() - kept.stored))).encode()
+    async def _send_kept(self, kept: Answer, tenant: str, send: Send) -> None:
+        start = time.monotonic()
+        self._metrics["hit"].inc()
+        age = str(max(0, int(self.store.clock() - kept.stored))).encode()
         headers: list[Header] = [*kept.headers, (HEADER, b"hit"), (b"age", age)]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": kept.body})
+        seconds = round(time.monotonic() - start, 4)
+        log.info("request", extra={"event": {"outcome": "hit", "seconds": seconds, "tenant": tenant}})
 
-    async def _follow(self, flight: Flight, send: Send) -> None:
-        """Send the answer of ``flight``; a client that does not read is left when its time is over."""
-        limit = self._state.settings.request_timeout
-        with suppress(TimeoutError):
-            async with asyncio.timeout(limit and limit + FINAL_ERROR_TIMEOUT_SECONDS):
-                async with aclosing(flight.follow()) as messages:
-                    async for message in messages:
-                        await send(message)
+    async def _relay(self, flight: Flight, result: str, receive: Receive, send: Send) -> bool:
+        """Send the answer of ``flight``; False if it is another's and failed before anything was sent."""
+        is_sent = True
+
+        async def relay(messages: AsyncIterator[Message]) -> None:
+            nonlocal is_sent
+            try:
+                first = await anext(messages, None)
+            except Exception:
+                is_sent = result != "shared"
+                if is_sent:
+                    raise
+                return
+            is_sent = result != "shared" or (first is not None and first["status"] == 200)
+            if first is not None and is_sent:
+                await send_all(first, messages, tagged(send, result), self._settings.request_timeout)
+
+        async with flight.joined() as messages:
+            await until_disconnect(relay(messages), receive)
+        return is_sent
 
 
-def tagged(send: Send, result: bytes) -> Send:
+async def send_all(first: Message, rest: AsyncIterator[Message], send: Send, limit: float | None) -> None:
+    """Send ``first`` and ``rest``; a client that does not read is left after ``limit`` seconds and some."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(limit and limit + FINAL_ERROR_TIMEOUT_SECONDS):
+            await send(first)
+            async for message in rest:
+                await send(message)
+
+
+def tagged(send: Send, result: str) -> Send:
     """``send`` with the header that says how the request was answered."""
 
     async def sender(message: Message) -> None:
         if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message["headers"], (HEADER, result)]}
+            message = {**message, "headers": [*message["headers"], (HEADER, result.encode())]}
         await send(message)
 
     return sender

@@ -2,8 +2,8 @@
 
 Two requests have the same key if path, tenant and all fields are the same: the fields in any order, everything inside
 of a field in the order of the body, because a chat template writes the keys of a tool's schema in their order. So
-``cache_salt``, the name of the model and fields without an influence on the answer are parts of the key, too. Equal
-keys mean equal answers; different keys may.
+``cache_salt``, the name of the model, fields without an influence on the answer and unknown fields are parts of the
+key, too. Equal keys mean equal answers; different keys may.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from optkit.serve.openai.parsing import checked
+from optkit.text.chat_template import ChatTemplate, strftime_now
+from optkit.text.template_time import time_formats
 
 FIELD = "cache"
 SEEDED = frozenset(["/v1/chat/completions", "/v1/completions"])  # endpoints with a field ``seed``
-GENERATING = SEEDED | {"/v1/responses", "/v1/messages"}
+CHATS = frozenset(
+    ["/v1/chat/completions", "/v1/responses", "/v1/messages"]
+)  # with prompts of the chat template
 POOLING = frozenset(["/v1/embeddings", "/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score"])
-CACHED = GENERATING | POOLING
+CACHED = SEEDED | CHATS | POOLING
 MAX_TTL = 10 * 365 * 86400
 
 
@@ -61,6 +65,8 @@ def is_deterministic(path: str, data: dict[str, Any], default_temperature: float
         return True
     if data.get("ttft_details"):  # times of the one computation
         return False
+    if path in SEEDED and data.get("use_beam_search") is True:
+        return True
     temperature = data.get("temperature")
     if temperature is None:
         temperature = 1.0 if default_temperature is None else default_temperature
@@ -69,16 +75,32 @@ def is_deterministic(path: str, data: dict[str, Any], default_temperature: float
     return path in SEEDED and type(data.get("seed")) is int
 
 
-def key_of(identity: str, path: str, tenant: str, data: dict[str, Any]) -> bytes:
-    """The key of a request: 32 bytes.
+class KeyMaker:
+    """Keys of requests.
 
     Args:
         identity: changes with the artifact and the version of optkit.
-        tenant: name of the API key.
+        template: of the server; one with the date or the time in its prompts puts it into the keys.
     """
-    fields = sorted(((name, value) for name, value in data.items() if name != FIELD), key=_name)
-    text = json.dumps([identity, path, tenant, fields], separators=(",", ":"))
-    return hashlib.sha256(text.encode()).digest()
+
+    def __init__(self, identity: str, template: ChatTemplate | None) -> None:
+        self._identity = identity
+        self._formats = time_formats(template) if template else ()
+
+    def key_of(self, path: str, tenant: str, data: dict[str, Any]) -> bytes | None:
+        """The key of a request, 32 bytes; None if its prompt does not follow from its fields and the time.
+
+        Args:
+            tenant: name of the API key.
+        """
+        times: list[str] = []
+        if path in CHATS:
+            if self._formats is None:
+                return None
+            times = [strftime_now(pattern) for pattern in self._formats]
+        fields = sorted(((name, value) for name, value in data.items() if name != FIELD), key=_name)
+        text = json.dumps([self._identity, times, path, tenant, fields], separators=(",", ":"))
+        return hashlib.sha256(text.encode()).digest()
 
 
 def _name(field: tuple[str, Any]) -> str:

@@ -1,4 +1,7 @@
-"""Whole HTTP answers by key, least recently used first, within a bound on memory."""
+"""Whole HTTP answers by key, least recently used first, within a bound on memory.
+
+Answers in progress count, too: each has a ``Room``, which takes its bytes from those of the kept answers.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import NamedTuple
 Header = tuple[bytes, bytes]
 OVERHEAD = 512  # bytes of an entry beside body and headers, about
 MAX_SHARE = 4  # an answer above this part of the bound is not kept: it would push out too many
+IN_PROGRESS = 2  # part of the bound for all answers in progress
 
 
 class Answer(NamedTuple):
@@ -31,11 +35,17 @@ class Answer(NamedTuple):
 
 
 class ResponseStore:
-    """Answers of at most ``max_bytes`` together."""
+    """Answers of at most ``max_bytes`` together.
+
+    Attributes:
+        num_bytes: memory of the kept answers and of those in progress.
+        num_evictions: kept answers dropped for others.
+    """
 
     def __init__(self, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_bytes, self.clock = max_bytes, clock
         self.num_bytes = self.num_evictions = 0
+        self._num_reserved = 0
         self._answers: OrderedDict[bytes, Answer] = OrderedDict()
 
     def __len__(self) -> int:
@@ -61,12 +71,44 @@ class ResponseStore:
             return
         self._answers[key] = answer
         self.num_bytes += answer.num_bytes
-        while self.num_bytes > self.max_bytes:
-            self.num_bytes -= self._answers.popitem(last=False)[1].num_bytes
-            self.num_evictions += 1
+        self._make_room()
 
     def remove(self, key: bytes) -> None:
         """Forget the answer of ``key``, if there is one."""
         answer = self._answers.pop(key, None)
         if answer is not None:
             self.num_bytes -= answer.num_bytes
+
+    def reserve(self, size: int) -> bool:
+        """Take ``size`` bytes for answers in progress; a negative number gives them back. False: too many are taken."""
+        if size > 0 and (self._num_reserved + size) * IN_PROGRESS > self.max_bytes:
+            return False
+        self._num_reserved += size
+        self.num_bytes += size
+        self._make_room()
+        return True
+
+    def _make_room(self) -> None:
+        while self.num_bytes > self.max_bytes and self._answers:
+            self.num_bytes -= self._answers.popitem(last=False)[1].num_bytes
+            self.num_evictions += 1
+
+
+class Room:
+    """The memory of an answer in progress, taken from ``store``."""
+
+    def __init__(self, store: ResponseStore) -> None:
+        self._store, self._size = store, 0
+
+    def grow(self, size: int) -> bool:
+        """Take ``size`` bytes more; False if the answer, or all in progress, would be too large."""
+        is_small = (self._size + size) * MAX_SHARE <= self._store.max_bytes
+        if not (is_small and self._store.reserve(size)):
+            return False
+        self._size += size
+        return True
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._store.reserve(-self._size)
+        self._size = 0

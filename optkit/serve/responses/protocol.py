@@ -37,11 +37,11 @@ HARMLESS = frozenset(
     [
         *("service_tier", "safety_identifier", "access_programs"),  # for the operator of the service
         *(
-            "cache",
             "prompt_cache_key",
             "prompt_cache_options",
             "prompt_cache_retention",
         ),  # prefixes are found by content
+        "cache",  # read by the response cache
         *("max_tool_calls", "image"),  # about tools of the service, which are refused
     ]
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import subprocess
 import sys
 import time
@@ -17,25 +16,15 @@ from optkit.lowering.lower import lower
 from optkit.runtime.engine import Engine
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
+from optkit.serve.cache import policy
 from optkit.serve.openai import response
+from tests.serve.cache.calls import GREEDY, SIZE, TAG, cached_app, tags
 from tests.serve.test_metrics import samples
 from tests.support.graphs import apply, captured
 from tests.support.http_calls import CHAT, COMPLETIONS, HELLO
 from tests.support.live import LiveServer
 from tests.support.serve_fakes import FakeEngine, SteppedEngine, call, client, post, tiny_app
 from tests.support.target import TARGET
-
-GREEDY = HELLO | {"temperature": 0}
-SIZE = {"response_cache_bytes": 2**20}
-TAG = "x-optkit-cache"
-
-
-def cached_app(engine: Any = None, **changes: Any) -> Any:
-    return tiny_app(engine or FakeEngine(), **SIZE | changes)
-
-
-def tags(app: Any, bodies: list[Any], path: str = CHAT) -> list[str]:
-    return [post(app, path, body).headers[TAG] for body in bodies]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -96,14 +85,14 @@ def test_control_of_a_request() -> None:
     ).is_success  # without the option it means nothing
 
 
-def test_an_answer_expires_after_its_ttl_and_grows_old_until_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_expires_after_its_ttl_and_grows_old_until_then() -> None:
     now, body = [time.monotonic()], GREEDY | {"cache": {"ttl": 10}}
     app = cached_app()
     stack = app.build_middleware_stack()
     app.middleware_stack = stack
-    while not hasattr(stack, "_store"):
+    while not hasattr(stack, "store"):
         stack = stack._app if hasattr(stack, "_app") else stack.app
-    stack._store.clock = lambda: now[0]
+    stack.store.clock = lambda: now[0]
     assert tags(app, [body]) == ["miss"]
     now[0] += 7
     assert post(app, CHAT, GREEDY).headers["age"] == "7"
@@ -146,21 +135,83 @@ def test_requests_at_the_same_time_are_computed_once() -> None:
     asyncio.run(scenario())
 
 
-def test_ten_thousand_pairs_of_different_requests_do_not_hit() -> None:
-    """A hundred answers are kept, and a hundred other requests find none of them."""
-    app = cached_app()
+def test_a_request_does_not_get_the_error_of_another_that_came_first() -> None:
+    """The first one fails after all have come; each other one is computed on its own."""
+    engine = FakeEngine()
 
-    def bodies(texts: str) -> list[dict[str, Any]]:
-        fields = itertools.product(texts, (0, 1.0), (1, 2), (3, 4), ({}, {"cache_salt": "s"}, {"top_p": 0.5}))
-        return [
-            {"prompt": text, "temperature": temperature, "seed": seed, "max_tokens": tokens, **more}
-            for text, temperature, seed, tokens, more in fields
-        ]
+    async def scenario() -> list[httpx.Response]:
+        engine.gate, engine.fail_after = asyncio.Event(), 0
+        async with client(cached_app(engine)) as http:
+            clients = [asyncio.create_task(http.post(CHAT, json=GREEDY)) for _ in range(3)]
+            while not engine.requests:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+            assert len(engine.requests) == 1
+            engine.gate.set()
+            while len(engine.requests) < 2:
+                await asyncio.sleep(0)
+            engine.fail_after = None
+            return await asyncio.gather(*clients)
 
-    kept, others = bodies("abcde")[:100], bodies("fghij")[:50] + [b | {"n": 2} for b in bodies("abcde")[:50]]
-    assert len(kept) * len(others) == 10_000
-    assert set(tags(app, kept + others, COMPLETIONS)) == {"miss"}
-    assert set(tags(app, kept + others, COMPLETIONS)) == {"hit"}
+    answers = asyncio.run(scenario())
+    assert [answer.headers[TAG] for answer in answers] == ["miss"] * 3
+    assert sorted(answer.status_code for answer in answers)[0] == 200 and answers[0].status_code == 500
+
+
+def test_the_first_client_may_leave_while_others_wait_for_the_answer() -> None:
+    engine = FakeEngine()
+
+    async def scenario() -> None:
+        engine.gate = asyncio.Event()
+        async with client(cached_app(engine)) as http:
+            first, second = (asyncio.create_task(http.post(CHAT, json=GREEDY)) for _ in range(2))
+            while not engine.requests:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+            assert not engine.aborted
+            engine.gate.set()
+            answer = await second
+            assert (answer.status_code, answer.headers[TAG]) == (200, "shared")
+            assert (await http.post(CHAT, json=GREEDY)).content == answer.content
+        assert len(engine.requests) == 1
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_of_another_day_than_its_key_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt shows the date, and the day ends between the two."""
+    days, engine = ["Monday"], FakeEngine()
+    monkeypatch.setattr(policy, "strftime_now", lambda pattern: days[0])
+    app = cached_app(engine, template="{{ strftime_now('%A') }}{{ messages[0].content }}")
+
+    async def over_midnight() -> httpx.Response:
+        engine.gate = asyncio.Event()
+        async with client(app) as http:
+            task = asyncio.create_task(http.post(CHAT, json=GREEDY))
+            while not engine.requests:
+                await asyncio.sleep(0.01)
+            days[0] = "Tuesday"
+            engine.gate.set()
+            return await task
+
+    assert asyncio.run(over_midnight()).status_code == 200
+    engine.gate = None
+    days[0] = "Monday"
+    assert tags(app, [GREEDY, GREEDY]) == ["miss", "hit"]
+    days[0] = "Tuesday"
+    assert tags(app, [GREEDY, GREEDY]) == ["miss", "hit"]
+
+
+def test_an_answer_beyond_its_share_of_the_memory_is_not_kept() -> None:
+    app = cached_app(response_cache_bytes=8 * 1024)
+    long = {"prompt": ["a"] * 8, "n": 4, "temperature": 0}
+    for stream in (False, True):
+        found = [post(app, COMPLETIONS, long | {"stream": stream}) for _ in range(2)]
+        assert [answer.headers[TAG] for answer in found] == ["miss", "miss"]
+        assert len(found[0].content) > 2048 and found[0].status_code == 200
+    assert samples(app)["optkit:response_cache_bytes", ""] == 0
 
 
 def test_answers_of_one_key_or_salt_are_not_for_another() -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optkit.serve.cache.policy import control_of, is_deterministic, key_of
+from optkit.serve.cache import policy
+from optkit.serve.cache.policy import KeyMaker, control_of, is_deterministic
 from optkit.serve.http.errors import ApiError
-from optkit.serve.openai.protocol import ChatRequest, CompletionRequest
+from optkit.text.chat_template import ChatTemplate
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 VALUES = st.recursive(
@@ -20,6 +22,10 @@ VALUES = st.recursive(
     max_leaves=6,
 )
 BODIES = st.dictionaries(st.text(min_size=1, max_size=4).filter(lambda name: name != "cache"), VALUES)
+
+
+def key_of(identity: str, path: str, tenant: str, data: dict[str, Any]) -> bytes | None:
+    return KeyMaker(identity, None).key_of(path, tenant, data)
 
 
 def exact(value: Any) -> Any:
@@ -40,13 +46,30 @@ def test_keys_are_equal_exactly_for_the_same_fields(one: dict[str, Any], other: 
     assert key_of("a", CHAT, "", turned) == key_of("a", CHAT, "", one)
 
 
-def test_every_field_artifact_path_and_tenant_is_in_the_key() -> None:
-    names = {*ChatRequest.model_fields, *CompletionRequest.model_fields, "unknown"}
+def test_artifact_path_and_tenant_are_in_the_key() -> None:
     body = {"prompt": "a", "temperature": 0}
-    keys = [key_of("a", CHAT, "", body | {name: "value"}) for name in names]
-    keys += [key_of("b", CHAT, "", body), key_of("a", COMPLETIONS, "", body), key_of("a", CHAT, "t", body)]
+    keys = [key_of("b", CHAT, "", body), key_of("a", COMPLETIONS, "", body), key_of("a", CHAT, "t", body)]
     keys += [key_of("a", CHAT, "", body), key_of("a" + CHAT, "", "", body), key_of("a", CHAT + "t", "", body)]
     assert len(set(keys)) == len(keys)
+
+
+def test_the_day_is_in_the_keys_of_chats_where_the_prompt_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    dated = KeyMaker("a", ChatTemplate("{{ strftime_now('%d %b %Y') }}"))
+    plain = KeyMaker("a", ChatTemplate("{{ messages }}"))
+    today = datetime.now()
+    found: dict[str, list[Any]] = {path: [] for path in (CHAT, "/v1/responses", "/v1/messages", COMPLETIONS)}
+    for day in (today, today + timedelta(days=1)):
+        monkeypatch.setattr(policy, "strftime_now", day.strftime)
+        for path, keys in found.items():
+            keys += [dated.key_of(path, "", {}), dated.key_of(path, "", {}), plain.key_of(path, "", {})]
+    for path, (today_1, today_2, plain_1, next_1, next_2, plain_2) in found.items():
+        assert today_1 == today_2 and next_1 == next_2 and plain_1 == plain_2
+        assert (today_1 != next_1) == (path != COMPLETIONS)
+
+
+def test_chats_of_a_template_with_an_unknown_time_have_no_key() -> None:
+    maker = KeyMaker("a", ChatTemplate("{% set f = '%H' %}{{ strftime_now(f) }}"))
+    assert maker.key_of(CHAT, "", {}) is None and maker.key_of(COMPLETIONS, "", {}) is not None
 
 
 def test_the_order_inside_of_a_field_is_in_the_key() -> None:
@@ -70,6 +93,9 @@ def test_the_order_inside_of_a_field_is_in_the_key() -> None:
         (CHAT, {"temperature": False}, None, False),
         (CHAT, {"temperature": "0"}, None, False),
         (CHAT, {"temperature": 0, "ttft_details": True}, None, False),
+        (CHAT, {"use_beam_search": True}, None, True),
+        (CHAT, {"use_beam_search": 1}, None, False),
+        ("/v1/messages", {"use_beam_search": True}, None, False),
         ("/v1/responses", {"temperature": 0}, None, True),
         ("/v1/responses", {"seed": 7}, None, False),
         ("/v1/messages", {"temperature": 0}, None, True),

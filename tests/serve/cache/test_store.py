@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optkit.serve.cache.store import MAX_SHARE, OVERHEAD, Answer, ResponseStore
+from optkit.serve.cache.store import IN_PROGRESS, MAX_SHARE, OVERHEAD, Answer, ResponseStore, Room
 
 BOUND = 10 * (OVERHEAD + 100)
 STEPS = st.lists(
@@ -57,3 +57,25 @@ def test_an_answer_too_large_for_its_share_replaces_nothing_but_its_key() -> Non
     store.put(b"a", (), bytes(BOUND), None)
     assert store.get(b"a") is None and store.get(b"b") is not None
     assert Answer((), b"", 0.0).num_bytes == OVERHEAD
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(-1, 2 * BOUND // MAX_SHARE)), max_size=40))
+def test_answers_in_progress_take_the_memory_of_kept_ones(steps: list[tuple[int, int]]) -> None:
+    """Each has its share at most, all of them half; a closed one gives everything back."""
+    store = ResponseStore(BOUND)
+    for name in b"abcdefghij":
+        store.put(bytes([name]), (), bytes(90), None)
+    rooms, taken = [Room(store) for _ in range(4)], [0] * 4
+    for index, size in steps:
+        if size < 0:
+            rooms[index].close()
+            taken[index] = 0
+        else:
+            fits = (taken[index] + size) * MAX_SHARE <= BOUND and (sum(taken) + size) * IN_PROGRESS <= BOUND
+            assert rooms[index].grow(size) == fits
+            taken[index] += size if fits else 0
+        assert store.num_bytes == len(store) * (OVERHEAD + 90) + sum(taken) <= BOUND
+        assert len(store) + store.num_evictions == 10
+    for room in rooms:
+        room.close()
+    assert store.num_bytes == len(store) * (OVERHEAD + 90)
