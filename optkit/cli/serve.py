@@ -123,9 +123,9 @@ def serve(
         typer.Option(
             rich_help_panel=ACCESS,
             metavar="SIZE",
-            help="Memory for whole answers, such as 256MiB: a repeated deterministic request (temperature 0 or a seed) "
-            "is answered at once, with the same bytes, and the same requests at one time are computed once. A request's "
-            "'cache' field overrides it: no-cache, no-store, ttl. 0: off.",
+            help="Memory for whole answers, such as 256MiB: a repeated deterministic request (temperature 0 or seed) "
+            "is answered at once, with the same bytes, and equal requests at one time are computed once. The 'cache' "
+            "field of a request overrides it: no-cache, no-store, ttl. 0: off.",
         ),
     ] = "0",
     chat_template: Annotated[

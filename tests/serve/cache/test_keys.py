@@ -21,7 +21,7 @@ from optkit.serve.responses.protocol import HARMLESS as RESPONSES
 from optkit.serve.responses.protocol import REFUSED, ResponsesRequest
 from tests.serve.cache.calls import TAG, cached_app, tags
 from tests.support.http_calls import COMPLETIONS
-from tests.support.serve_fakes import FakeEngine, client, post
+from tests.support.serve_fakes import client
 
 NOT_CACHED = {"/v1/messages/count_tokens", "/tokenize", "/detokenize", "/reset_prefix_cache"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}
