@@ -31,6 +31,7 @@ from optkit.errors import UserError
 from optkit.machine.heap import trim_heap
 from optkit.recipe.engine_options import engine_options
 from optkit.runtime.info import EngineInfo
+from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.serve import tracing
 from optkit.serve.app import create_app
 from optkit.serve.choice import log_choice
@@ -230,10 +231,8 @@ class _Server:
 
     def _settings(self, info: EngineInfo) -> ServeSettings:
         options = self._options
-        if options.response_cache_bytes and info.config.variant_limits:
-            what = "layers have several variants, so answers depend on the load and can't be kept"
-            fix = "leave the option out, or optimize without max_tokens"
-            raise UserError(what, where="--response-cache", fix=fix)
+        if options.response_cache_bytes:
+            check_answers(info.config)
         guarded = bool(options.api_keys) or not is_loopback(options.host)
         return ServeSettings(
             model_names=options.served_model_names or (self._artifact.name,),
@@ -294,6 +293,14 @@ class _Server:
         if self._uvicorn:
             self._uvicorn.cut()
         self._client.kill()
+
+
+def check_answers(limits: SchedulerConfig) -> None:
+    """Raise UserError for a model whose answers can't be kept, because they depend on the load."""
+    if limits.variant_limits:
+        what = "layers have several variants, so answers depend on the load and can't be kept"
+        fix = "leave the option out, or optimize without max_tokens"
+        raise UserError(what, where="--response-cache", fix=fix)
 
 
 def fingerprint(digest: str) -> str:
