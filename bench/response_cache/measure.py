@@ -38,16 +38,15 @@ class Reply(NamedTuple):
 
 
 def calls() -> Iterator[Call]:
-    """The requests: chats and completions, greedy and seeded, whole and streamed, with one or two answers."""
+    """The requests: chats and completions, greedy and seeded, streamed, or whole with one or two answers.
+
+    Streams have one answer: the events of several interleave by time.
+    """
     for index in range(COUNT):
         text = f"Write about {TOPICS[index % len(TOPICS)]}, part {index}."
         mode = {"temperature": 0} if index % 2 else {"temperature": 1.2, "seed": index}
-        body = {
-            "max_tokens": 4 + index % 5,
-            "n": 1 + index % 2,
-            "stream": index % 3 == 0,
-            "request_id": f"r{index}",
-        }
+        body: dict[str, Any] = {"max_tokens": 4 + index % 5, "request_id": f"r{index}"}
+        body |= {"stream": True} if index % 3 == 0 else {"n": 1 + index % 2}
         if index % 4 < 2:
             yield Call(
                 "/v1/chat/completions", {"messages": [{"role": "user", "content": text}], **mode, **body}

@@ -33,7 +33,7 @@ def test_the_command_measures_and_saves(
 ) -> None:
     """A server whose answers change with each computation misses the bound on fresh ones."""
     engine = FakeEngine()
-    engine.script = lambda request: f"{prompt_of(request)} {len(engine.requests) if changes else ''}"
+    engine.script = lambda request: f"{len(engine.requests) if changes else ''} {prompt_of(request)}"
     app = tiny_app(engine, response_cache_bytes=2**24, max_queue=999)
 
     @contextmanager

@@ -61,7 +61,7 @@ class Flight:
     @property
     def answer(self) -> tuple[tuple[Header, ...], bytes] | None:
         """Headers and body of a whole answer with status 200; None for anything else."""
-        if not self._is_whole or not self._messages or not is_complete(self._scope):
+        if not self.is_open or not self._messages or not is_complete(self._scope):
             return None
         start, *rest = self._messages
         if start["status"] != 200:
@@ -89,7 +89,10 @@ class Flight:
     async def _messages_of(self, reader: _Reader) -> AsyncIterator[Message]:
         while True:
             while reader.position < self._num_dropped + len(self._messages):
-                yield self._messages[reader.position - self._num_dropped]
+                message = self._messages[reader.position - self._num_dropped]
+                if self._is_whole and is_last(message):  # the answer is kept before a client has its end
+                    await asyncio.wait({self._task})
+                yield message
                 reader.position += 1
                 self._drop_read()
             if self._task.done():
@@ -124,6 +127,8 @@ class Flight:
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Message) -> None:
+        if self._abandoned.is_set():  # the application hears of it soon
+            return await asyncio.sleep(0)
         if self._is_whole:
             self._is_whole = self._room.grow(MESSAGE_BYTES + len(message.get("body", b"")))
         self._messages.append(message)
@@ -132,8 +137,14 @@ class Flight:
             self._drop_read()
             if self._messages:
                 await self._news.wait()
+        return None
 
     def _wake(self) -> None:
         """Let the application and every client look for changes."""
         self._news.set()
         self._news.clear()
+
+
+def is_last(message: Message) -> bool:
+    """True for the last message of an answer."""
+    return bool(message["type"] == "http.response.body" and not message.get("more_body"))

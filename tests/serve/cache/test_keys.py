@@ -101,7 +101,7 @@ def variants(value: Any) -> Iterator[Any]:
 
 def sent(path: str, bodies: list[Any]) -> list[str]:
     """The cache's word on each request, one after another; "" for one refused before."""
-    app = cached_app()
+    app = cached_app(max_model_len=4096)
 
     async def go() -> list[str]:
         async with client(app) as http:
