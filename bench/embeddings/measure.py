@@ -19,15 +19,16 @@ from optkit.text.corpora import load_text
 from optkit.text.tokenizer import Tokenizer
 
 BATCH = 64  # texts
-LENGTHS = (8, 16, 24, 32, 48, 64)  # tokens of a text, in turn
+MIXED = (8, 16, 24, 32, 48, 64)  # tokens of a text, in turn
+LENGTHS = (2, 4, 8, 16, 32, 64)  # of all texts of a measurement of speed
 
 
-def texts(tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of ``BATCH`` pieces of the evaluation text, of ``LENGTHS`` in turn."""
+def texts(tokenizer: Tokenizer, lengths: Sequence[int] = MIXED) -> list[list[int]]:
+    """Token ids of ``BATCH`` pieces of the evaluation text, of ``lengths`` in turn."""
     ids = tokenizer.encode(load_text("evaluation")[: 1000 * BATCH])
     found, at = [], 0
     for index in range(BATCH):
-        length = LENGTHS[index % len(LENGTHS)]
+        length = lengths[index % len(lengths)]
         found.append(ids[at : at + length])
         at += length
     return found
@@ -65,7 +66,11 @@ def pooled(rows: torch.Tensor, pooling: str) -> torch.Tensor:
 
 
 def speed(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int) -> dict[str, Any]:
-    """Seconds of all texts one by one and in one message, in turn; the vectors must be the same bits."""
+    """Seconds of all texts one by one and in one message, in turn; the vectors must be the same bits.
+
+    Args:
+        prompts: of one length, which stands in the names of the results.
+    """
     pooling: Pooling = "last"
 
     def alone() -> np.ndarray:
@@ -77,12 +82,13 @@ def speed(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int) -> dict
     same = bool(np.array_equal(alone(), together()))  # and the warm-up
     times = [(_seconds(alone), _seconds(together)) for _ in range(rounds)]
     one_by_one, batch = (statistics.median(side) for side in zip(*times, strict=True))
+    name = f"{len(prompts[0])} tokens"
     return {
-        "batch differs": 0 if same else 1,
-        "one by one, ms a text": 1e3 * one_by_one / len(prompts),
-        "batch, ms a text": 1e3 * batch / len(prompts),
-        "batch: gain": one_by_one / batch,
-        "rounds, s": times,
+        f"{name}: batch differs": 0 if same else 1,
+        f"{name}: one by one, ms": 1e3 * one_by_one / len(prompts),
+        f"{name}: batch, ms": 1e3 * batch / len(prompts),
+        f"{name}: gain": one_by_one / batch,
+        f"{name}: rounds, s": times,
     }
 
 

@@ -22,16 +22,21 @@ from tests.support.tiny_tokenizer import tiny_tokenizer
 
 def test_texts_have_the_lengths_in_turn_and_differ() -> None:
     found = measure.texts(tiny_tokenizer())
-    count = len(measure.LENGTHS)
-    assert [len(ids) for ids in found[: 2 * count]] == 2 * list(measure.LENGTHS)
+    count = len(measure.MIXED)
+    assert [len(ids) for ids in found[: 2 * count]] == 2 * list(measure.MIXED)
+    assert {len(ids) for ids in measure.texts(tiny_tokenizer(), (5,))} == {5}
     assert len({tuple(ids) for ids in found}) == len(found) == 64
 
 
 def test_missed_bounds_are_named() -> None:
-    good = {"float, last: min cosine": 0.99995, "quantized, mean: min cosine": 0.9995, "batch: gain": 3.0}
-    assert command.missed_bounds(good | {"batch differs": 0}) == []
-    bad = {"float, last: min cosine": 0.9998, "batch: gain": 2.9, "batch differs": 1}
-    assert command.missed_bounds(bad) == ["batch differs", "float, last: min cosine", "batch: gain"]
+    good = {"float, last: min cosine": 0.99995, "quantized, mean: min cosine": 0.9995, "2 tokens: gain": 3.0}
+    assert command.missed_bounds(good | {"4 tokens: batch differs": 0, "4 tokens: gain": 1.0}) == []
+    bad = {"float, last: min cosine": 0.9998, "2 tokens: gain": 2.9, "2 tokens: batch differs": 1}
+    assert command.missed_bounds(bad) == [
+        "2 tokens: batch differs",
+        "float, last: min cosine",
+        "2 tokens: gain",
+    ]
 
 
 def test_quantized_artifacts_are_told_from_float() -> None:
@@ -62,12 +67,14 @@ def test_the_command_measures_and_saves(
     monkeypatch.setattr(command.Artifact, "open", lambda artifact: Opened())
     monkeypatch.setattr(command, "open_engine", open_engine)
     monkeypatch.setattr(measure, "BATCH", 6)
-    monkeypatch.setattr(command, "LEAST", command.LEAST | {"batch: gain": 1e9})
+    monkeypatch.setattr(measure, "LENGTHS", (2, 4))
+    least = {name: bound for name, bound in command.LEAST.items() if "gain" not in name}
+    monkeypatch.setattr(command, "LEAST", least | {"4 tokens: gain": 1e9})
     saved = tmp_path / "result.json"
     argv = ["artifact", "--model", str(model), "--rounds", "1", "--save-result", str(saved)]
     assert command.main(argv) == 1
     result = json.loads(saved.read_text())
-    assert result["missed"] == ["batch: gain"] and "MISSED" in capsys.readouterr().out
-    assert result["float, mean: min cosine"] > 0.9999 and result["batch differs"] == 0
+    assert result["missed"] == ["4 tokens: gain"] and "MISSED" in capsys.readouterr().out
+    assert result["float, mean: min cosine"] > 0.9999 and result["2 tokens: batch differs"] == 0
     with pytest.raises(SystemExit):
         command.main(["artifact"])
