@@ -65,11 +65,12 @@ def pooled(rows: torch.Tensor, pooling: str) -> torch.Tensor:
     return {"last": rows[-1], "mean": rows.mean(0), "cls": rows[0]}[pooling]
 
 
-def speed(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int) -> dict[str, Any]:
-    """Seconds of all texts one by one and in one message, in turn; the vectors must be the same bits.
+def speed(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int, quantized: bool) -> dict[str, Any]:
+    """Seconds of all texts one by one and in one message, in turn, and whether the vectors are the same bits.
 
     Args:
         prompts: of one length, which stands in the names of the results.
+        quantized: the layers are native. PyTorch computes float layers, and the last bits may depend on the batch.
     """
     pooling: Pooling = "last"
 
@@ -84,7 +85,7 @@ def speed(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int) -> dict
     one_by_one, batch = (statistics.median(side) for side in zip(*times, strict=True))
     name = f"{len(prompts[0])} tokens"
     return {
-        f"{name}: batch differs": 0 if same else 1,
+        f"{'quantized' if quantized else 'float'}, {name}: batch differs": 0 if same else 1,
         f"{name}: one by one, ms": 1e3 * one_by_one / len(prompts),
         f"{name}: batch, ms": 1e3 * batch / len(prompts),
         f"{name}: gain": one_by_one / batch,

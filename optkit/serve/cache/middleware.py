@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -166,6 +166,6 @@ def again(body: bytes, receive: Receive) -> Receive:
     first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receiver() -> Message:
-        return first.pop() if first else cast(Message, await receive())
+        return first.pop() if first else await receive()
 
     return receiver

@@ -39,8 +39,9 @@ def _inputs(value: Any) -> list[str] | list[list[int]]:
 def _texts(value: Any) -> list[str]:
     """One text or several as a list; a text may be an object with ``text``, as at Jina and Cohere."""
     values = value if isinstance(value, list) else [value]
-    texts = [one.get("text") if isinstance(one, dict) else one for one in values]
-    if not texts or not all(isinstance(text, str) for text in texts):
+    found = [one.get("text") if isinstance(one, dict) else one for one in values]
+    texts = [text for text in found if isinstance(text, str)]
+    if not texts or len(texts) < len(found):
         raise ValueError("must be a string, or a list of strings or of objects with 'text'")
     if len(texts) > MAX_INPUTS:
         raise ValueError(f"at most {MAX_INPUTS} texts in one request")
