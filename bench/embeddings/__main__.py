@@ -1,12 +1,12 @@
 """Embeddings on the serving engine, without HTTP.
 
     python -m bench.embeddings artifact/ --model smollm2-135m      # everything, with the bounds
-    python -m bench.embeddings artifact/ --only speed              # 64 texts together and one by one
+    python -m bench.embeddings artifact/ --only speed              # 64 texts together and in turn
 
-A batch reads the weights once for all texts. So it gains where a text alone is bound by reading weights, which means
-few tokens on a CPU, and costs nothing elsewhere. Sides alternate, so a slow phase of the machine slows both. Prints a
-table. ``--save-result`` writes a JSON with every single measurement, the command and the environment. Exit code 1: a
-bound is missed.
+A batch reads the weights once for all texts. The gain is large where a single text is bound by reading weights (few
+tokens, on a CPU), and none elsewhere. Sides alternate, so a slow phase of the machine slows both. Prints a table.
+``--save-result`` writes a JSON with every single measurement, the command and the environment. Exit code 1: a bound is
+missed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Vectors of an engine against those of transformers, and the time of texts together and one by one."""
+"""Vectors of an engine against transformers, and the time of texts together and separately."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def is_quantized(graph: Graph) -> bool:
 def fidelity(
     engine: Engine, prompts: Sequence[Sequence[int]], model: Path, quantized: bool
 ) -> dict[str, Any]:
-    """The smallest cosine of the engine's vectors and those of transformers in ``model``, for each pooling."""
+    """The smallest cosine of the engine's vectors with transformers in ``model``, for each pooling."""
     from transformers import AutoModel
 
     reference = AutoModel.from_pretrained(model, dtype=torch.float32).eval()
@@ -66,10 +66,10 @@ def pooled(rows: torch.Tensor, pooling: str) -> torch.Tensor:
 
 
 def speed(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int, quantized: bool) -> dict[str, Any]:
-    """Seconds of all texts one by one and in one message, in turn, and whether the vectors are the same bits.
+    """Seconds of all texts in a message each and in a single message, alternating, and equality of the vectors' bits.
 
     Args:
-        prompts: of one length, which stands in the names of the results.
+        prompts: of the same length, which stands in the names of the results.
         quantized: the layers are native. PyTorch computes float layers, and the last bits may depend on the batch.
     """
     pooling: Pooling = "last"
@@ -94,7 +94,7 @@ def speed(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int, quantiz
 
 
 def first_call(engine: Engine, prompt: Sequence[int]) -> dict[str, Any]:
-    """Seconds of the first text, for which the model without its head is prepared."""
+    """Seconds of the first text, for which the model without the head is prepared."""
     return {"first call, ms": 1e3 * _seconds(lambda: engine.embed([prompt], "last"))}
 
 

@@ -1,10 +1,10 @@
-"""The exact response cache over HTTP, on a server that the command starts.
+"""The exact response cache over HTTP, on a server of the artifact.
 
     python -m bench.response_cache artifact/
 
-Asks 100 requests together, then each again for its hit, then each alone past the cache, and 100 others that differ in
-one field. Prints a table. ``--save-result`` writes a JSON with every single time, the command and the environment. Exit
-code 1: a bound is missed.
+Sends 100 requests together, then again for the hits, then in turn past the cache, and 100 requests with a different
+field each. Prints a table. ``--save-result`` writes a JSON with every single time, the command and the environment.
+Exit code 1: a bound is missed.
 """
 
 from __future__ import annotations

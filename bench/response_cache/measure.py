@@ -1,8 +1,8 @@
-"""Hits of a server with a response cache: their time, and their bytes against those of fresh answers.
+"""Hits of a server with a response cache: time, and bytes against fresh answers.
 
-A fresh answer is computed alone, with ``cache: {"no-cache": true, "no-store": true}``; the kept one was computed
-together with seven others. Two values of an answer belong to its own computation and are not compared: ``created``,
-and ``cached_tokens``, the part of the prompt found in the prefix cache. ``id`` is that of ``request_id``.
+A fresh answer is computed alone, with ``cache: {"no-cache": true, "no-store": true}``; the kept answer was computed
+beside seven more. Two values differ by computation and are not compared: ``created``, and ``cached_tokens``, the part
+of the prompt found in the prefix cache. ``id`` follows from ``request_id``.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Reply(NamedTuple):
 
 
 def calls() -> Iterator[Call]:
-    """The requests: chats and completions, greedy and seeded, streamed, or whole with one or two answers.
+    """The requests: chats and completions, greedy and seeded, streamed, or whole with up to two answers.
 
-    Streams have one answer: the events of several interleave by time.
+    Streams have a single answer, since events of several answers interleave by time.
     """
     for index in range(COUNT):
         text = f"Write about {TOPICS[index % len(TOPICS)]}, part {index}."
@@ -56,7 +56,7 @@ def calls() -> Iterator[Call]:
 
 
 def others(asked: Sequence[Call]) -> Iterator[Call]:
-    """Requests that differ from ``asked`` in one field each."""
+    """The requests ``asked``, with a different field each."""
     changes = ({"cache_salt": "other"}, {"max_tokens": 3}, {"top_p": 0.5}, {"seed": 4242}, {"unknown": True})
     for index, call in enumerate(asked):
         yield Call(call.path, call.body | changes[index % len(changes)])
@@ -89,7 +89,7 @@ def run(url: str, rounds: int) -> dict[str, Any]:
 
 
 def without_own(body: bytes) -> bytes:
-    """``body`` without the values of its own computation."""
+    """``body`` without the values of a computation."""
     return OWN.sub(rb'"\1":0', body)
 
 

@@ -1,9 +1,9 @@
 """Embeddings: the hidden states in front of a model's output head, pooled to a vector for each text.
 
 The graph without the head (``optkit.runtime.hidden_graph``) is lowered at the first use, over the packed weights of
-the engine: memory holds a single copy. Texts lie one after another in the flattened token batch of a step, without
+the engine: memory holds a single copy. Texts lie in order in the flattened token batch of a step, without
 padding, in a small KV pool apart from the pool of requests. The model is causal: the state of the last token has seen
-the whole text, and the state of the first token only itself.
+the whole text, and the state of the first token nothing else.
 
 Messages of texts wait in a queue, first come, first served. A step takes texts from the front, of one message or
 several, up to a number of tokens that the engine sets anew for each step: small while requests generate. A text above

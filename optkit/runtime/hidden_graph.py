@@ -1,4 +1,4 @@
-"""The graph of hidden states: a graph without its output head."""
+"""The graph of hidden states: a graph without the output head."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class AppState:
 
 
 def mark_complete(scope: Scope) -> None:
-    """Note in ``scope`` that the answer was sent whole, without an error inside."""
+    """Note in ``scope``: the answer was sent whole, without an error inside."""
     scope.setdefault("state", {})[COMPLETE] = True
 
 

@@ -296,7 +296,7 @@ class _Server:
 
 
 def check_answers(limits: SchedulerConfig) -> None:
-    """Raise UserError for a model whose answers can't be kept, because they depend on the load."""
+    """Raise UserError for a model with answers that depend on the load, of no use in a cache."""
     if limits.variant_limits:
         what = "layers have several variants, so answers depend on the load and can't be kept"
         fix = "leave the option out, or optimize without max_tokens"

@@ -1,11 +1,11 @@
-"""Single flight: one computation of an answer, sent to every client that asks for it meanwhile.
+"""Single flight: a single computation for all clients with the same request.
 
-The application runs in a task apart from the clients. Each client gets the messages so far and then the new ones as
-they come, so streams stay streams. The application sees a disconnect only when the last client has left: one that
-leaves does not cost the others their answer.
+The application runs in a task apart from the clients. Each client gets the messages so far and then new messages at
+once, so streams stay streams. The application sees a disconnect only when the last client has left, so a client may
+leave without cost to the rest.
 
-All messages are held until the end, within a bound on memory. An answer that grows beyond the bound takes no
-further clients and is not kept; the application then waits until those it has have read what was sent.
+All messages are held until the end, within a bound on memory. An answer beyond the bound takes no further clients and
+is not kept; from there on the application waits for the slowest client.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MESSAGE_BYTES = 320  # of a message beside its body, about
 
 @dataclass(eq=False)
 class _Reader:
-    """A client; ``position`` is the number of messages that were sent to it."""
+    """A client; ``position`` is the number of messages sent so far."""
 
     position: int = 0
 
@@ -55,7 +55,7 @@ class Flight:
 
     @property
     def is_open(self) -> bool:
-        """True while further clients can get the answer: all of it is held, and a client waits for it."""
+        """True while further clients can get the answer: all messages are held, and a client is left."""
         return self._is_whole and not self._abandoned.is_set()
 
     @property
@@ -70,7 +70,7 @@ class Flight:
 
     @asynccontextmanager
     async def joined(self) -> AsyncIterator[AsyncIterator[Message]]:
-        """One more client, which gets the messages of the answer, from the first.
+        """A further client, with the messages of the answer from the first.
 
         The iterator raises the exception of the application after the last message. The end of the context of the
         last client ends the computation.
@@ -101,7 +101,7 @@ class Flight:
             await self._news.wait()
 
     def _drop_read(self) -> None:
-        """Forget the messages that all clients have read, of an answer that is too large to be held."""
+        """Forget the messages already read by all clients, of an answer too large to hold."""
         if self._is_whole:
             return
         first = min((reader.position for reader in self._readers), default=self._num_dropped)

@@ -1,9 +1,9 @@
 """The exact response cache in front of the application, inside of access control.
 
-A request whose answer follows from its fields alone (``policy``) is computed once: a later one gets the kept bytes, one
-at the same time shares the computation (``flight``). An answer is kept when it is whole; an error never is, and no
-request gets the error of another one in the place of an answer. Since answers do not depend on the load, a hit has the
-text that a new computation would have; ids, times and the cached tokens in ``usage`` are those of the first answer.
+A request with an answer that follows from the fields alone (``policy``) is computed once: later requests get the kept
+bytes, requests at the same time share the computation (``flight``). Only whole answers are kept, never errors, and no
+request gets the error of another request in the place of an answer. Since answers do not depend on the load, a hit has
+the text of a new computation; ids, times and the cached tokens in ``usage`` come from the first answer.
 
 The header ``x-optkit-cache`` names the way of an answer: ``hit``, ``shared``, ``miss``, or ``bypass`` for a request not
 for the cache. A hit has ``Age`` in seconds (RFC 9111).
@@ -42,7 +42,7 @@ HEADER = b"x-optkit-cache"
 
 @dataclass(frozen=True)
 class _Asked:
-    """A request: its path, the name of its API key, its body, and the body's fields."""
+    """A request: path, name of the API key, body, and the fields of the body."""
 
     path: str
     tenant: str
@@ -87,7 +87,7 @@ class ResponseCacheMiddleware:
         return self._keys.key_of(asked.path, asked.tenant, asked.data)
 
     async def _compute(self, key: bytes, asked: _Asked, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with a computation that is going on, or with a new one."""
+        """Answer with a running computation, or with a new computation."""
         flight = None if asked.control.no_cache else self._flights.get(key)
         if flight is None or not flight.is_open:
             self._metrics["miss"].inc()
@@ -120,7 +120,7 @@ class ResponseCacheMiddleware:
         log.info("request", extra={"event": {"outcome": "hit", "seconds": seconds, "tenant": tenant}})
 
     async def _relay(self, flight: Flight, result: str, receive: Receive, send: Send) -> bool:
-        """Send the answer of ``flight``; False if it is another's and failed before anything was sent."""
+        """Send the answer of ``flight``; False if a shared computation failed before anything was sent."""
         is_sent = True
 
         async def relay(messages: AsyncIterator[Message]) -> None:
@@ -142,7 +142,7 @@ class ResponseCacheMiddleware:
 
 
 async def send_all(first: Message, rest: AsyncIterator[Message], send: Send, limit: float | None) -> None:
-    """Send ``first`` and ``rest``; a client that does not read is left after ``limit`` seconds and some."""
+    """Send ``first`` and ``rest``; a client without progress is left after ``limit`` seconds and some."""
     with suppress(TimeoutError):
         async with asyncio.timeout(limit and limit + FINAL_ERROR_TIMEOUT_SECONDS):
             await send(first)
@@ -151,7 +151,7 @@ async def send_all(first: Message, rest: AsyncIterator[Message], send: Send, lim
 
 
 def tagged(send: Send, result: str) -> Send:
-    """``send`` with the header that says how the request was answered."""
+    """``send`` with the header of the cache."""
 
     async def sender(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -162,7 +162,7 @@ def tagged(send: Send, result: str) -> Send:
 
 
 def again(body: bytes, receive: Receive) -> Receive:
-    """A ``receive`` that begins with the ``body`` that was read before."""
+    """``receive``, again from the ``body`` on."""
     first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receiver() -> Message:

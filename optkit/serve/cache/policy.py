@@ -1,4 +1,4 @@
-"""The requests that may be answered from the cache, their keys, and the ``cache`` field of a request.
+"""Requests for the cache, their keys, and the ``cache`` field of a request.
 
 Two requests have the same key if path, tenant and all fields are the same: the fields in any order, everything inside
 of a field in the order of the body, because a chat template writes the keys of a tool's schema in their order. So
@@ -32,9 +32,9 @@ class CacheControl(BaseModel):
     """The ``cache`` field of a request.
 
     Attributes:
-        no_cache: compute the answer; keep it in the place of an older one.
+        no_cache: compute the answer, and keep the new answer in the place of an older answer.
         no_store: do not keep the answer.
-        ttl: seconds to keep the answer; None keeps it until its memory is needed.
+        ttl: seconds to keep the answer; None is until the memory is needed.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -49,7 +49,7 @@ class _Body(BaseModel):
 
 
 def control_of(data: dict[str, Any]) -> CacheControl:
-    """The ``cache`` field of a request; ApiError 400 for a wrong one."""
+    """The ``cache`` field of a request; ApiError 400 for a wrong value."""
     if data.get(FIELD) is None:
         return CacheControl()
     return checked(_Body, {FIELD: data[FIELD]}).cache or CacheControl()
@@ -80,7 +80,7 @@ class KeyMaker:
 
     Args:
         identity: changes with the artifact and the version of optkit.
-        template: of the server; one with the date or the time in its prompts puts it into the keys.
+        template: of the server; with the date or the time in prompts, both are parts of the keys.
     """
 
     def __init__(self, identity: str, template: ChatTemplate | None) -> None:
@@ -88,7 +88,7 @@ class KeyMaker:
         self._formats = time_formats(template) if template else ()
 
     def key_of(self, path: str, tenant: str, data: dict[str, Any]) -> bytes | None:
-        """The key of a request, 32 bytes; None if its prompt does not follow from its fields and the time.
+        """The key of a request, 32 bytes; None if the prompt does not follow from fields and time.
 
         Args:
             tenant: name of the API key.

@@ -1,6 +1,6 @@
 """Whole HTTP answers by key, least recently used first, within a bound on memory.
 
-Answers in progress count, too: each has a ``Room``, which takes its bytes from those of the kept answers.
+Answers in progress count, too: each has a ``Room``, at the cost of kept answers.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class ResponseStore:
     """Answers of at most ``max_bytes`` together.
 
     Attributes:
-        num_bytes: memory of the kept answers and of those in progress.
-        num_evictions: kept answers dropped for others.
+        num_bytes: memory of kept answers and of answers in progress.
+        num_evictions: kept answers dropped for new answers.
     """
 
     def __init__(self, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -52,7 +52,7 @@ class ResponseStore:
         return len(self._answers)
 
     def get(self, key: bytes) -> Answer | None:
-        """The answer of ``key``, if it has not expired."""
+        """The answer of ``key``, unless expired."""
         answer = self._answers.get(key)
         if answer is None:
             return None
@@ -63,7 +63,7 @@ class ResponseStore:
         return answer
 
     def put(self, key: bytes, headers: tuple[Header, ...], body: bytes, ttl: float | None) -> None:
-        """Keep an answer, in the place of an older one, for ``ttl`` seconds at most."""
+        """Keep an answer, in the place of an older answer, for ``ttl`` seconds at most."""
         now = self.clock()
         answer = Answer(headers, body, now, None if ttl is None else now + ttl)
         self.remove(key)
@@ -74,13 +74,13 @@ class ResponseStore:
         self._make_room()
 
     def remove(self, key: bytes) -> None:
-        """Forget the answer of ``key``, if there is one."""
+        """Forget the answer of ``key``, if any."""
         answer = self._answers.pop(key, None)
         if answer is not None:
             self.num_bytes -= answer.num_bytes
 
     def reserve(self, size: int) -> bool:
-        """Take ``size`` bytes for answers in progress; a negative number gives them back. False: too many are taken."""
+        """Take ``size`` bytes for answers in progress, or give back; False if too many are taken."""
         if size > 0 and (self._num_reserved + size) * IN_PROGRESS > self.max_bytes:
             return False
         self._num_reserved += size

@@ -1,1 +1,1 @@
-"""Endpoints that compute vectors of texts: embeddings, reranking and scores."""
+"""Endpoints with vectors of texts: embeddings, reranking and scores."""

@@ -1,4 +1,4 @@
-"""Metrics of the endpoints with vectors, beside those of generation, so that neither distorts the other's times."""
+"""Metrics of the endpoints with vectors, apart from the metrics of generation, whose times stay undistorted."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The HTTP answer to a request for vectors, from admission to the last byte.
 
-The texts go to the engine in messages, one after another, so requests of several clients take turns. A client that
-disconnects ends the request: the message at hand is dropped from the engine's queue.
+The texts go to the engine in messages, in order, so requests of several clients take turns. The disconnect of the
+client ends the request: the message at hand is dropped from the engine's queue.
 """
 
 from __future__ import annotations

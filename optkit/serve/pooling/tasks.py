@@ -1,4 +1,4 @@
-"""The three endpoints with vectors: the texts that each embeds, and the answer that it makes of the vectors."""
+"""The three endpoints with vectors: the texts to embed, and the answer from the vectors."""
 
 from __future__ import annotations
 
