@@ -91,13 +91,20 @@ def parsed(name: str, value: Any) -> Any:
     Raises:
         UserError: not a size.
     """
-    from optkit.recipe.schema import parse_bytes
-
     if name in PATHS:
         return str(value.absolute())
-    if not name.endswith(SIZE):
-        return value
+    return size(value, flag(name)) if name.endswith(SIZE) else value
+
+
+def size(value: str, where: str) -> int:
+    """The bytes of a size on the command line, as the value of the flag ``where``.
+
+    Raises:
+        UserError: not a size.
+    """
+    from optkit.recipe.schema import parse_bytes
+
     try:
         return parse_bytes(value)
     except ValueError as error:
-        raise UserError(str(error), where=flag(name), fix="write it as 512MiB or 1GiB") from error
+        raise UserError(str(error), where=where, fix="write it as 512MiB or 1GiB") from error

@@ -8,12 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from optkit.cli.engine_flags import with_engine_flags
+from optkit.cli.engine_flags import size, with_engine_flags
+from optkit.errors import UserError
 from optkit.extras import need_extra
 from optkit.machine import logs
 from optkit.recipe.engine_options import ACCESS
 
 CHAT = "Chat, tools and sampling"  # a group in --help
+MIN_CACHE_BYTES = 1 << 20  # a few hundred short answers; less is a forgotten unit
 
 
 class LogFormat(enum.StrEnum):
@@ -116,6 +118,16 @@ def serve(
             rich_help_panel=ACCESS, help="Private key of the certificate (PEM, without a passphrase)."
         ),
     ] = None,
+    response_cache: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=ACCESS,
+            metavar="SIZE",
+            help="Memory for whole answers, such as 256MiB: a repeated deterministic request (temperature 0 or seed) "
+            "is answered at once, with the same bytes, and equal requests at one time are computed once. The 'cache' "
+            "field of a request overrides it: no-cache, no-store, ttl. 0: off.",
+        ),
+    ] = "0",
     chat_template: Annotated[
         Path | None,
         typer.Option(
@@ -199,8 +211,22 @@ def serve(
             generation_config=generation_config.value,
             allowed_origins=tuple(allowed_origins or ()),
             root_path=root_path,
+            response_cache_bytes=_cache_bytes(response_cache),
             ssl_certfile=ssl_certfile,
             ssl_keyfile=ssl_keyfile,
             engine=engine_options,
         )
         raise typer.Exit(run(artifact, options, launched=launched))
+
+
+def _cache_bytes(value: str) -> int:
+    """The bytes of ``--response-cache``.
+
+    Raises:
+        UserError: not a size, or too small to be meant.
+    """
+    found = size(value, "--response-cache")
+    if 0 < found < MIN_CACHE_BYTES:
+        fix = "write it as 256MiB, or 0 for none"
+        raise UserError(f"{found} bytes are too few for answers", where="--response-cache", fix=fix)
+    return found

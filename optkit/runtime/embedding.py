@@ -1,63 +1,77 @@
 """Embeddings: the hidden states in front of a model's output head, pooled to a vector for each text.
 
-The graph without the head is lowered at the first use, over the packed weights of the engine: memory holds a single
-copy. Texts lie one after another in the flattened token batch of a step, without
-padding, in a small KV pool apart from the pool of requests. A long text takes several steps. The model is causal: the
-state of the last token has seen the whole text, and the state of the first token only itself.
+The graph without the head (``optkit.runtime.hidden_graph``) is lowered at the first use, over the packed weights of
+the engine: memory holds a single copy. Texts lie in order in the flattened token batch of a step, without
+padding, in a small KV pool apart from the pool of requests. The model is causal: the state of the last token has seen
+the whole text, and the state of the first token nothing else.
+
+Messages of texts wait in a queue, first come, first served. A step takes texts from the front, of one message or
+several, up to a number of tokens that the engine sets anew for each step: small while requests generate. A text above
+the number takes several steps, alone. An exception in the model fails a message only if the message fails by itself.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from optkit.checkpoint.insertion import activation_of
-from optkit.errors import UserError
-from optkit.graph import ops
-from optkit.graph.ir import Graph
+from optkit.cancellation import StepCancelled, cancellable
 from optkit.graph.states import recurrent_of
-from optkit.kernels import reference
-from optkit.lowering.compiled.plan import PLAN
-from optkit.runtime.pooling import Pooling, grouped
+from optkit.runtime.pooling import MAX_TEXTS, Pooling
 from optkit.runtime.runner import ModelRunner, ServableModel
 from optkit.runtime.types import Batch, EngineRequest, Request, SamplingParams, ScheduledRequest
 
-HEADS = (reference.linear, *ops.QUANTIZED_LINEARS)
+logger = logging.getLogger(__name__)
+
+EMBEDDING_FAILED = "the model failed on these texts"
 
 
-def hidden_graph(graph: Graph) -> Graph:
-    """``graph`` with the input of its output head as output: [L, hidden size], rows by ``logits_index``.
+@dataclass(eq=False)
+class Embedding:
+    """The texts of a message, on the way to vectors.
 
-    Raises:
-        UserError: the graph ends with something else than a linear layer and ops on its result.
+    Attributes:
+        prompts: token ids, at least one each.
+        vectors: [hidden size] float32 of each text; None until computed.
+        error: the reason why there will be none.
     """
-    hidden = graph.clone()
-    hidden.annotations.pop(PLAN, None)  # compiled layers may hold parts of the head
-    output = next(node for node in hidden.fx.nodes if node.op == "output")
-    output.args = (activation_of(head_of(output.args[0])),)
-    hidden.fx.eliminate_dead_code()
-    hidden.prune()
-    return hidden
+
+    request_id: str
+    prompts: Sequence[Sequence[int]]
+    pooling: Pooling
+    vectors: list[Tensor | None] = field(default_factory=list)
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        self.vectors = [None] * len(self.prompts)
+
+    @property
+    def is_done(self) -> bool:
+        """True when every text has a vector, or there is an error."""
+        return self.error is not None or all(vector is not None for vector in self.vectors)
+
+    def stacked(self) -> Tensor:
+        """Vectors [prompts, hidden size] float32 of a finished message without an error."""
+        return torch.stack([vector for vector in self.vectors if vector is not None])
 
 
-def head_of(node: fx.Node) -> fx.Node:
-    """The output head behind ``node``, the logits: behind ops such as a soft cap, and the variant for many tokens.
+@dataclass(eq=False)
+class Text:
+    """A text of ``message``, with the states [T, hidden size] of its tokens so far."""
 
-    Raises:
-        UserError: there is none.
-    """
-    while node.target not in HEADS:
-        if node.target is reference.by_tokens:
-            node = ops.argument(node, "many")
-            continue
-        before = [n for n in node.all_input_nodes if n.op == "call_function"]
-        if len(before) != 1:
-            raise UserError(f"the output head can't be found behind {node.name}", where="graph.json")
-        (node,) = before
-    return node
+    message: Embedding
+    index: int
+    request: Request
+    states: list[Tensor] = field(default_factory=list)
+
+    def restart(self) -> None:
+        self.request.num_computed = 0
+        self.states.clear()
 
 
 @dataclass
@@ -66,61 +80,155 @@ class Embedder:
 
     Attributes:
         max_tokens: of a step.
-        runner: the model on its KV pool, which grows to what a call needs.
+        runner: the model on its KV pool, which grows to what a step needs.
     """
 
     model: ServableModel
     block_size: int
     max_tokens: int
     runner: ModelRunner | None = None
+    _waiting: list[Text] = field(default_factory=list)
+    _group: list[Text] = field(default_factory=list)  # in the KV pool
+    _alone: list[Text] = field(default_factory=list)  # of a group that failed
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._group or self._alone)
+
+    def add(self, message: Embedding) -> None:
+        """Queue the texts of ``message``."""
+        for index, prompt in enumerate(message.prompts):
+            received = EngineRequest(
+                request_id=message.request_id,
+                prompt_ids=(),
+                sampling=SamplingParams(max_tokens=1),
+                arrival=0.0,
+            )
+            self._waiting.append(Text(message, index, Request(received, list(prompt))))
+
+    def abort(self, request_id: str) -> bool:
+        """Drop the texts of a message; True if there were any."""
+        queues = (self._waiting, self._group, self._alone)
+        before = sum(map(len, queues))
+        for queue in queues:
+            queue[:] = [text for text in queue if text.message.request_id != request_id]
+        return sum(map(len, queues)) < before
+
+    def step(self, max_tokens: int, departed: Callable[[], AbstractSet[str]] = frozenset) -> list[Embedding]:
+        """Compute up to ``max_tokens`` tokens; the messages that are finished.
+
+        Args:
+            departed: ids of messages without a client; called between parts of the model, and a step whose every
+                message is in the result is cancelled.
+        """
+        limit = max(1, min(max_tokens, self.max_tokens))
+        if not self._group:
+            self._begin_group(limit)
+        touched = dict.fromkeys(text.message for text in self._group)
+        names = {message.request_id for message in touched}
+
+        def check() -> None:
+            if names <= departed():
+                raise StepCancelled
+
+        try:
+            self._reserve()
+            with cancellable(check):
+                self._compute(limit)
+        except StepCancelled:
+            return []
+        except torch.AcceleratorError:
+            raise
+        except Exception:
+            logger.exception("the model failed on %d texts to embed", len(self._group))
+            self._fail()
+        done = [message for message in touched if message.is_done]
+        for message in done:
+            self.abort(message.request_id)  # texts left of one that failed
+        return done
 
     def embed(self, prompts: Sequence[Sequence[int]], pooling: Pooling) -> Tensor:
-        """Vectors [prompts, hidden size] float32, on the CPU.
+        """Vectors [prompts, hidden size] float32, on the CPU, without the queue.
 
         Args:
             prompts: token ids, at least one each.
             pooling: the state of the ``last`` token, the ``mean`` of all, or that of the first token (``cls``).
+
+        Raises:
+            RuntimeError: the model failed.
         """
-        found: list[Tensor] = []
-        for group in grouped(prompts, self.max_tokens):
-            found += self.embed_group(group, pooling)
-        return torch.stack(found)
+        message = Embedding("embed", prompts, pooling)
+        self.add(message)
+        while not message.is_done:
+            self.step(self.max_tokens)
+        if message.error:
+            raise RuntimeError(message.error)
+        return message.stacked()
 
-    def embed_group(self, prompts: Sequence[Sequence[int]], pooling: Pooling) -> list[Tensor]:
-        requests, every = self.requests(prompts), pooling != "last"
-        runner = self.pool(sum(len(r.block_tables[0]) for r in requests), len(requests))
-        parts: list[list[Tensor]] = [[] for _ in requests]
-        while pending := [(i, r) for i, r in enumerate(requests) if r.num_computed < len(r.token_ids)]:
-            items = [
-                ScheduledRequest(r, min(r.num_pending, self.max_tokens), all_logits=every) for _, r in pending
-            ]
-            rows = runner.execute(Batch(tuple(items))).float().cpu()
-            pieces = rows.split([item.num_logits for item in items])
-            for (index, request), item, piece in zip(pending, items, pieces, strict=True):
-                parts[index].append(piece)
-                request.num_computed += item.num_new
-        return [pooled(torch.cat(found), pooling) for found in parts]
-
-    def requests(self, prompts: Sequence[Sequence[int]]) -> list[Request]:
-        """A request for each prompt, with blocks and a slot for a recurrent state of its own."""
-        found, first = [], 0
-        for slot, prompt in enumerate(prompts):
-            received = EngineRequest(
-                request_id="", prompt_ids=(), sampling=SamplingParams(max_tokens=1), arrival=0.0
-            )
-            count = -(-len(prompt) // self.block_size)
-            tables = [list(range(first, first + count))]
-            found.append(Request(received, list(prompt), block_tables=tables, state_slot=slot))
+    def _begin_group(self, limit: int) -> None:
+        """Move texts from the front of the queue to the KV pool; a text above ``limit`` tokens is alone."""
+        if self._alone:
+            group = [self._alone.pop(0)]
+        else:
+            count = total = 0
+            for text in self._waiting[:MAX_TEXTS]:
+                total += len(text.request.token_ids)
+                if count and total > limit:
+                    break
+                count += 1
+            group, self._waiting = self._waiting[:count], self._waiting[count:]
+        first = 0
+        for slot, text in enumerate(group):
+            count = -(-len(text.request.token_ids) // self.block_size)
+            text.request.block_tables = [list(range(first, first + count))]
+            text.request.state_slot = slot
             first += count
-        return found
+        self._group = group
 
-    def pool(self, num_blocks: int, num_sequences: int) -> ModelRunner:
-        """The model on a pool of at least ``num_blocks`` blocks, with states for ``num_sequences`` sequences."""
-        slots = num_sequences if recurrent_of(self.model.states) else 0
+    def _reserve(self) -> None:
+        """Make a pool with room for the group; the KV of a larger pool stays."""
+        num_blocks = max((text.request.block_tables[0][-1] + 1 for text in self._group), default=0)
+        slots = len(self._group) if recurrent_of(self.model.states) else 0
         runner = self.runner
         if runner is None or runner.num_blocks < num_blocks or runner.num_slots < slots:
-            self.runner = runner = ModelRunner(self.model, num_blocks, self.block_size, num_slots=slots)
-        return runner
+            self.runner = ModelRunner(self.model, num_blocks, self.block_size, num_slots=slots)
+
+    def _compute(self, limit: int) -> None:
+        """Run the model on up to ``limit`` tokens of the group, and pool the texts that are complete."""
+        items: list[tuple[Text, ScheduledRequest]] = []
+        for text in self._group:
+            count = min(text.request.num_pending, limit)
+            if count:
+                every = text.message.pooling != "last"
+                items.append((text, ScheduledRequest(text.request, count, all_logits=every)))
+                limit -= count
+        assert self.runner is not None
+        rows = self.runner.execute(Batch(tuple(item for _, item in items))).float().cpu()
+        for (text, item), piece in zip(items, rows.split([i.num_logits for _, i in items]), strict=True):
+            text.states.append(piece)
+            text.request.num_computed += item.num_new
+            if not text.request.num_pending:
+                self._finish(text)
+        self._group = [text for text in self._group if text.request.num_pending]
+
+    def _finish(self, text: Text) -> None:
+        """Pool a complete text; a vector with NaN or infinity is a failure of the message."""
+        message, vector = text.message, pooled(torch.cat(text.states), text.message.pooling)
+        if torch.isfinite(vector).all():
+            message.vectors[text.index] = vector
+        else:
+            message.error = message.error or EMBEDDING_FAILED
+
+    def _fail(self) -> None:
+        """After an exception: the texts of the group start over one by one; a text by itself fails its message."""
+        group, self._group = self._group, []
+        if len(group) > 1:
+            for text in group:
+                text.restart()
+            self._alone += group
+            return
+        for text in group:
+            text.message.error = EMBEDDING_FAILED
 
 
 def pooled(rows: Tensor, pooling: Pooling) -> Tensor:

@@ -23,7 +23,7 @@ import msgspec
 import torch
 
 from optkit.cancellation import StepCancelled, cancellable
-from optkit.runtime.embedding import Embedder, MakeEmbedder
+from optkit.runtime.embedding import Embedder, Embedding, MakeEmbedder
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.kv.offload import CorruptBlock, HostBlockStore
 from optkit.runtime.kv.pools import memory_plan
@@ -229,15 +229,17 @@ class Engine:
         return self.grammars.matcher(sampling.constraint, sampling)
 
     def abort(self, request_id: str) -> TokenOutput | None:
-        """Drop a request and free the KV; None for an unknown request."""
+        """Drop a request and free the KV, or drop texts to embed; None for an unknown request."""
+        if self._embedder is not None and self._embedder.abort(request_id):
+            return None
         return self.scheduler.abort(request_id)
 
     def reset_prefix_cache(self) -> None:
         """Forget the KV outside of running requests, in the pool and offloaded."""
         self.scheduler.reset_prefix_cache()
 
-    def embed(self, prompts: Sequence[Sequence[int]], pooling: Pooling) -> torch.Tensor:
-        """Vectors [prompts, hidden size] float32 of token ids (``optkit.runtime.embedding``), beside all requests.
+    def add_embedding(self, request_id: str, prompts: Sequence[Sequence[int]], pooling: Pooling) -> None:
+        """Queue texts of token ids to embed (``optkit.runtime.embedding``).
 
         Raises:
             EngineRefusal: a prompt that the model can't take.
@@ -254,7 +256,39 @@ class Engine:
             if self.make_embedder is None:
                 raise EngineRefusal("embeddings are computed on CPUs alone")
             self._embedder = self.make_embedder()
-        return self._embedder.embed(prompts, pooling)
+        self._embedder.add(Embedding(request_id, prompts, pooling))
+
+    @property
+    def is_embedding(self) -> bool:
+        """True while texts wait for vectors."""
+        return self._embedder is not None and self._embedder.has_work
+
+    def embed_step(self) -> list[Embedding]:
+        """Compute some of the texts to embed; the messages that are finished.
+
+        While requests generate, such a step has no more tokens than a step may have of prompts, so a decode waits no
+        longer than for a prompt.
+        """
+        if self._embedder is None:
+            return []
+        limit = self.scheduler.prompt_limit() if self.has_work else self.config.max_num_batched_tokens
+        return self._embedder.step(limit, self.departed)
+
+    def embed(self, prompts: Sequence[Sequence[int]], pooling: Pooling) -> torch.Tensor:
+        """Vectors [prompts, hidden size] float32, for tests and measurements in the same process, without requests.
+
+        Raises:
+            RequestFailed: the model failed.
+            EngineRefusal, UserError: as ``add_embedding``.
+        """
+        name = f"embed-{next(self._ids)}"
+        self.add_embedding(name, prompts, pooling)
+        while True:
+            for message in self.embed_step():
+                if message.request_id == name:
+                    if message.error:
+                        raise RequestFailed(message.error)
+                    return message.stacked()
 
     def stats(self) -> EngineStats:
         return self.scheduler.stats()

@@ -24,8 +24,9 @@ from optkit.lowering.lower import Executable
 from optkit.machine.heap import trim_heap
 from optkit.machine.present import present_target
 from optkit.recipe.engine_options import MAX_REQUESTS, NO_SPECULATION, EngineOptions, engine_options
-from optkit.runtime.embedding import Embedder, hidden_graph
+from optkit.runtime.embedding import Embedder
 from optkit.runtime.engine import Engine, RequestFailed
+from optkit.runtime.hidden_graph import hidden_graph
 from optkit.runtime.kv.offload import HostBlockStore, open_store
 from optkit.runtime.kv.windows import most_tokens
 from optkit.runtime.runner import ModelRunner

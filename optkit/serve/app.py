@@ -29,6 +29,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from optkit.json_names import JSON_NAMES
+from optkit.serve.app_state import AppState
 from optkit.serve.constraints.checker import ConstraintChecker
 from optkit.serve.engine_api import AsyncEngine, ServeSettings
 from optkit.serve.http.admission import Admission
@@ -39,7 +40,6 @@ from optkit.serve.metrics import Metrics
 from optkit.serve.openai.defaults import SamplingDefaults
 from optkit.serve.openai.prompts import PromptReader
 from optkit.serve.openai.protocol import OPENAI_DEFAULTS
-from optkit.serve.openai.response import AppState
 from optkit.serve.openapi import document
 from optkit.serve.routes import add_routes
 from optkit.serve.tools.formats import ChatFormat, choose_format
@@ -89,6 +89,10 @@ def create_app(
     add_routes(app, state)
     _add_models(app, settings)
     _add_health(app, state, settings)
+    if settings.response_cache_bytes:
+        from optkit.serve.cache.middleware import ResponseCacheMiddleware
+
+        app.add_middleware(ResponseCacheMiddleware, state=state)
     app.add_middleware(AuthMiddleware, settings=settings)
     if settings.allowed_origins:  # outside of the authentication: a browser asks first without the key
         origins = list(settings.allowed_origins)

@@ -5,13 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from optkit.runtime.info import EngineInfo
+from optkit.runtime.pooling import Pooling
 from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.types import EngineRequest, EngineStats, TokenOutput
+
+if TYPE_CHECKING:
+    from optkit.runtime.process.ipc import Embedded
 
 
 class TokenSource(Protocol):
@@ -44,6 +48,10 @@ class AsyncEngine(TokenSource, Protocol):
 
     async def reset_prefix_cache(self) -> None: ...
 
+    async def embed(self, prompts: Sequence[Sequence[int]], pooling: Pooling) -> Embedded:
+        """The vectors of token ids, or the reason why there are none; cancelling the call drops the texts."""
+        ...
+
 
 @dataclass(frozen=True)
 class ServeSettings:
@@ -58,6 +66,7 @@ class ServeSettings:
         allowed_origins: origins of web pages that may read answers (CORS).
         root_path: path of the server behind a proxy, such as "/llm".
         fingerprint: changes with the model and the version of optkit.
+        response_cache_bytes: memory of the exact response cache; 0 is none.
         request_timeout: seconds from arrival to the last token; None: no limit.
         max_body_bytes, body_timeout: limits of a request's body; the second in seconds.
     """
@@ -73,3 +82,4 @@ class ServeSettings:
     fingerprint: str = ""
     allowed_origins: tuple[str, ...] = ()
     root_path: str = ""
+    response_cache_bytes: int = 0

@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.types import EngineRequest, EngineStats, FinishReason, FirstToken
 from optkit.serve.engine_metrics import LABELS, EngineGauges, LoadedEngine
+from optkit.serve.pooling.metrics import PoolingMetrics
 from optkit.version import VERSION
 
 TTFT_EDGES = (
@@ -81,6 +82,9 @@ REJECTIONS = ("max_queue", "ttft_slo")  # the option behind the rejection
 class Metrics:
     """All metrics of a server, on a separate registry.
 
+    Attributes:
+        labels: the values of ``LABELS``.
+
     Args:
         model_name: value of the ``model_name`` label.
         stats: returns the engine's gauges.
@@ -98,7 +102,7 @@ class Metrics:
         restarts: Callable[[], int] = lambda: 0,
     ) -> None:
         self.registry = CollectorRegistry()
-        self._values = (model_name, "0")
+        self._values = self.labels = (model_name, "0")
         ttft = tuple(sorted({*TTFT_EDGES, *([ttft_slo_ms / 1000] if ttft_slo_ms else [])}))
         self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", ttft)
         self.itl = self._histogram("inter_token_latency_seconds", "Between two tokens.", TOKEN_EDGES)
@@ -131,6 +135,7 @@ class Metrics:
         self.generation_total = self._counter("generation_tokens", "Tokens generated.")
         self.finished = self._finished_counters()
         self.rejections = self._rejection_counters()
+        self.pooling = PoolingMetrics(self.registry, self._values)
         version = Gauge("optkit:build_info", "The running version.", ("version",), registry=self.registry)
         version.labels(VERSION).set(1)
         self.registry.register(LoadedEngine(info, self._values))

@@ -15,6 +15,7 @@ from optkit.json_names import JSON_NAMES
 from optkit.serve.anthropic.protocol import CountTokensRequest, MessagesRequest
 from optkit.serve.openai.protocol import ChatRequest, CompletionRequest
 from optkit.serve.openai.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
+from optkit.serve.pooling.protocol import EmbeddingRequest, RerankRequest, ScoreRequest
 from optkit.serve.responses.protocol import ResponsesRequest
 from optkit.version import VERSION
 
@@ -48,6 +49,7 @@ def document(root_path: str = "") -> Schema:
     schemas |= {"ChatAnswer": _answer("chat.completion", _chat_choice())}
     schemas |= {"CompletionAnswer": _answer("text_completion", _completion_choice())}
     schemas |= {"Response": _response(), "Message": _message()}
+    schemas |= {"Embeddings": _embeddings(), "Ranking": _ranking(), "Scores": _scores()}
     count = _object({"input_tokens": INTEGER})
     ids = _object({"count": INTEGER, "max_model_len": INTEGER, "tokens": {"type": "array", "items": INTEGER}})
 
@@ -66,6 +68,9 @@ def document(root_path: str = "") -> Schema:
         "/v1/models/{name}": {"get": _model()},
         "/tokenize": post(ids, TokenizeRequest, TokenizeChatRequest),
         "/detokenize": post(_object({"prompt": STRING}), DetokenizeRequest),
+        "/v1/embeddings": post(_ref("Embeddings"), EmbeddingRequest),
+        **{path: post(_ref("Ranking"), RerankRequest) for path in ("/v1/rerank", "/v2/rerank", "/rerank")},
+        **{path: post(_ref("Scores"), ScoreRequest) for path in ("/v1/score", "/score")},
         "/reset_prefix_cache": {
             "post": {"summary": "Forget the KV of finished sequences.", **_answers({}, 401, 403)}
         },
@@ -193,6 +198,26 @@ def _message() -> Schema:
         "enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
     }
     return _object({**fields, "content": content, "stop_reason": reason, "usage": usage})
+
+
+def _pooled(kind: str, entry: Schema) -> Schema:
+    """An answer with vectors or scores, whose entries are in the list ``kind``."""
+    usage = _object({"prompt_tokens": INTEGER, "total_tokens": INTEGER})
+    entries = {"type": "array", "items": _object({"index": INTEGER, **entry}), "minItems": 1}
+    return _object({"id": STRING, "created": INTEGER, "model": STRING, kind: entries, "usage": usage})
+
+
+def _embeddings() -> Schema:
+    vector = {"anyOf": [STRING, {"type": "array", "items": NUMBER, "minItems": 1}]}
+    return _pooled("data", {"object": {"const": "embedding"}, "embedding": vector})
+
+
+def _ranking() -> Schema:
+    return _pooled("results", {"relevance_score": NUMBER})
+
+
+def _scores() -> Schema:
+    return _pooled("data", {"object": {"const": "score"}, "score": NUMBER})
 
 
 def _object(fields: Schema) -> Schema:

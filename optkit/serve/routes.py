@@ -8,6 +8,9 @@
 ``POST /v1/messages/count_tokens`` Anthropic: the tokens of a prompt
 ``POST /tokenize``                 vLLM: a text or messages in, token ids out
 ``POST /detokenize``               vLLM: token ids in, a text out
+``POST /v1/embeddings``            OpenAI: texts in, vectors out
+``POST /v1/rerank``                Jina, Cohere: documents in, in order of relevance out; also ``/rerank``
+``POST /score``                    vLLM: pairs of texts in, similarities out; also ``/v1/score``
 =================================  ===============================================
 
 Every generating endpoint turns its body into a ``GenerationRequest``; all else is common to them.
@@ -23,13 +26,16 @@ from fastapi.responses import JSONResponse, Response
 
 from optkit.serve.anthropic.answers import MessagesEndpoint
 from optkit.serve.anthropic.protocol import parse_count, parse_messages
+from optkit.serve.app_state import AppState
 from optkit.serve.http.body import read_body
 from optkit.serve.openai import tokenize as tokens
 from optkit.serve.openai.answers import Endpoint
 from optkit.serve.openai.parsing import parse_request
 from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from optkit.serve.openai.response import AppState, GenerationResponse
+from optkit.serve.openai.response import GenerationResponse
 from optkit.serve.openai.stream import OpenAIEndpoint
+from optkit.serve.pooling.response import PoolingResponse
+from optkit.serve.pooling.tasks import PoolingTask, parse_embeddings, parse_rerank, parse_score
 from optkit.serve.responses.answers import ResponsesEndpoint
 from optkit.serve.responses.protocol import parse_responses
 from optkit.serve.shutdown import shutting_down
@@ -43,6 +49,7 @@ def add_routes(app: FastAPI, state: AppState) -> None:
     """Add the routes to ``app``."""
     _add_generation(app, state)
     _add_tokens(app, state)
+    _add_pooling(app, state)
 
 
 def _add_generation(app: FastAPI, state: AppState) -> None:
@@ -53,8 +60,7 @@ def _add_generation(app: FastAPI, state: AppState) -> None:
         state.admission.check()
         request, endpoint = parse(await _body(http, state))
         state.check(request)
-        parent = {name: http.headers[name] for name in TRACE_HEADERS if name in http.headers}
-        return GenerationResponse(state, request, endpoint, arrival, http.state.tenant, parent)
+        return GenerationResponse(state, request, endpoint, arrival, http.state.tenant, _parent(http))
 
     def openai(kind: type[GenerationRequest]) -> Callable[[bytes], Parsed]:
         def parse(body: bytes) -> Parsed:
@@ -106,6 +112,38 @@ def _add_tokens(app: FastAPI, state: AppState) -> None:
         request = tokens.parse_detokenize(await _body(http, state))
         state.check_model(request.model)
         return JSONResponse(await tokens.detokenize(state.prompts, request))
+
+
+def _add_pooling(app: FastAPI, state: AppState) -> None:
+    async def reply(http: Request, parse: Callable[[bytes], PoolingTask]) -> Response:
+        arrival = time.monotonic()
+        if app.state.draining:
+            raise shutting_down()
+        state.admission.check()
+        task = parse(await _body(http, state))
+        state.check_model(task.model)
+        state.check_engine()
+        return PoolingResponse(state, task, arrival, http.state.tenant, _parent(http))
+
+    @app.post("/v1/embeddings")
+    async def embeddings(http: Request) -> Response:
+        return await reply(http, parse_embeddings)
+
+    @app.post("/rerank")
+    @app.post("/v1/rerank")
+    @app.post("/v2/rerank")
+    async def rerank(http: Request) -> Response:
+        return await reply(http, parse_rerank)
+
+    @app.post("/score")
+    @app.post("/v1/score")
+    async def score(http: Request) -> Response:
+        return await reply(http, parse_score)
+
+
+def _parent(http: Request) -> dict[str, str]:
+    """The headers with the trace of a request."""
+    return {name: http.headers[name] for name in TRACE_HEADERS if name in http.headers}
 
 
 async def _body(http: Request, state: AppState) -> bytes:

@@ -27,9 +27,11 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
+from optkit.errors import UserError
 from optkit.machine.heap import trim_heap
 from optkit.recipe.engine_options import engine_options
 from optkit.runtime.info import EngineInfo
+from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.serve import tracing
 from optkit.serve.app import create_app
 from optkit.serve.choice import log_choice
@@ -67,6 +69,7 @@ class ServeOptions:
             of OpenAI.
         allowed_origins: origins of web pages that may read answers (CORS).
         root_path: path of the server behind a proxy.
+        response_cache_bytes: memory of the exact response cache; 0 is none.
         engine: the given options of the engine, by name; ``engine_options`` adds the rest.
     """
 
@@ -84,6 +87,7 @@ class ServeOptions:
     generation_config: str = AUTO
     allowed_origins: tuple[str, ...] = ()
     root_path: str = ""
+    response_cache_bytes: int = 0
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -227,6 +231,8 @@ class _Server:
 
     def _settings(self, info: EngineInfo) -> ServeSettings:
         options = self._options
+        if options.response_cache_bytes:
+            check_answers(info.config)
         guarded = bool(options.api_keys) or not is_loopback(options.host)
         return ServeSettings(
             model_names=options.served_model_names or (self._artifact.name,),
@@ -238,6 +244,7 @@ class _Server:
             fingerprint=fingerprint(str(self._artifact.manifest.get("digest", ""))),
             allowed_origins=options.allowed_origins,
             root_path=options.root_path,
+            response_cache_bytes=options.response_cache_bytes,
         )
 
     def _defaults(self) -> SamplingDefaults:
@@ -286,6 +293,14 @@ class _Server:
         if self._uvicorn:
             self._uvicorn.cut()
         self._client.kill()
+
+
+def check_answers(limits: SchedulerConfig) -> None:
+    """Raise UserError for a model with answers that depend on the load, of no use in a cache."""
+    if limits.variant_limits:
+        what = "layers have several variants, so answers depend on the load and can't be kept"
+        fix = "leave the option out, or optimize without max_tokens"
+        raise UserError(what, where="--response-cache", fix=fix)
 
 
 def fingerprint(digest: str) -> str:

@@ -16,13 +16,15 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from optkit.errors import UserError
 from optkit.runtime.info import EngineInfo
+from optkit.runtime.pooling import Pooling
 from optkit.runtime.process.client import EngineClient, EngineDied
+from optkit.runtime.process.ipc import Embedded
 from optkit.runtime.types import EngineRequest, EngineStats, TokenOutput
 from optkit.serve.quarantine import Quarantine
 
@@ -73,6 +75,9 @@ class EngineSupervisor:
         client = self._make_client()
         client.on_death = self._quarantine.record_death
         return client
+
+    async def embed(self, prompts: Sequence[Sequence[int]], pooling: Pooling) -> Embedded:
+        return await self._client.embed(prompts, pooling)
 
     async def reset_prefix_cache(self) -> None:
         await self._client.reset_prefix_cache()

@@ -53,6 +53,17 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise UserError(f"the chat template does not compile: {error}", where="chat_template") from error
 
+    def tree(self) -> jinja2.nodes.Template:
+        """The program as Jinja parses it, without optimizations.
+
+        Raises:
+            UserError: it has an error.
+        """
+        try:
+            return _environment().parse(self.source)
+        except jinja2.TemplateError as error:
+            raise UserError(f"the chat template does not compile: {error}", where="chat_template") from error
+
     def render(self, messages: list[dict[str, Any]], **variables: Any) -> str:
         """The prompt text, up to the start of the assistant's answer.
 
@@ -162,7 +173,8 @@ def _raise_exception(message: str) -> None:
     raise _Raised(message)
 
 
-def _strftime_now(pattern: str) -> str:
+def strftime_now(pattern: str) -> str:
+    """The local time in the form ``pattern``."""
     return datetime.now().strftime(pattern)
 
 
@@ -178,7 +190,7 @@ def _environment() -> _Environment:
     )
     keep: dict[str, Callable[..., Any]] = {"range": environment.globals["range"]}  # type: ignore[dict-item]
     keep |= {"dict": lambda *args, **names: dict(*args, **names), "namespace": _namespace}
-    keep |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    keep |= {"raise_exception": _raise_exception, "strftime_now": strftime_now}
     environment.globals.clear()
     environment.globals.update(keep)
     environment.filters["tojson"] = _tojson

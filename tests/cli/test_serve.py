@@ -70,6 +70,7 @@ def test_serve_passes_every_flag_on(served: list[Any], tmp_path: Path) -> None:
         "--root-path": "/llm",
         "--ssl-certfile": "own.pem",
         "--ssl-keyfile": "own.key",
+        "--response-cache": "256MiB",
     }
     names = ["--served-model-name", "a", "--served-model-name", "b"]
     names += ["--allowed-origins", "https://a", "--allowed-origins", "https://b"]
@@ -92,6 +93,7 @@ def test_serve_passes_every_flag_on(served: list[Any], tmp_path: Path) -> None:
         root_path="/llm",
         ssl_certfile=Path("own.pem"),
         ssl_keyfile=Path("own.key"),
+        response_cache_bytes=256 << 20,
         engine={"max_num_seqs": 4, "threads": 3},
     )
 
@@ -104,3 +106,11 @@ def test_names_of_parsers_are_those_of_the_formats() -> None:
 def test_serve_with_an_unreadable_key_file_serves_nothing(served: list[Any], tmp_path: Path) -> None:
     assert run(["serve", "here", "--api-key-file", str(tmp_path / "none")]) == 2
     assert served == [("logs", "text"), "launch", "left"]
+
+
+@pytest.mark.parametrize("value", ["lots", "256", "1023KiB"])
+def test_a_response_cache_without_a_size_serves_nothing(
+    served: list[Any], value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["serve", "here", "--response-cache", value]) == 2
+    assert served == [("logs", "text"), "launch", "left"] and "--response-cache" in capsys.readouterr().err

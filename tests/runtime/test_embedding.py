@@ -1,18 +1,22 @@
-"""Hidden states in front of the output head, against those of transformers; one copy of the weights; batches."""
+"""Vectors against hidden states of transformers; one copy of the weights; the queue of messages."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from optkit.errors import UserError
+from optkit.cancellation import check_cancelled
 from optkit.graph.ir import Graph
 from optkit.graph.variants import SharedWeights
-from optkit.kernels import reference
 from optkit.lowering.lower import lower
-from optkit.runtime.embedding import Embedder, head_of, hidden_graph
+from optkit.runtime.embedding import EMBEDDING_FAILED, Embedder, Embedding
+from optkit.runtime.hidden_graph import hidden_graph
 from optkit.runtime.pooling import POOLINGS, Pooling
+from optkit.runtime.runner import ModelRunner
+from optkit.runtime.types import Batch
 from tests.support.architectures import tiny_model
 from tests.support.graphs import apply, captured, random_ids
 from tests.support.target import TARGET
@@ -39,8 +43,9 @@ def embedder(graph: Graph, max_tokens: int = 64) -> Embedder:
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "qwen3", "lfm2"])
 def test_vectors_are_the_hidden_states_of_transformers(name: str, pooling: Pooling) -> None:
-    found = embedder(captured(name)).embed(PROMPTS, pooling)
-    torch.testing.assert_close(found, hidden(name, PROMPTS, pooling), atol=2e-4, rtol=2e-4)
+    found, expected = embedder(captured(name)).embed(PROMPTS, pooling), hidden(name, PROMPTS, pooling)
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+    assert torch.nn.functional.cosine_similarity(found, expected).min() > 0.9999
 
 
 def quantized() -> Graph:
@@ -83,20 +88,113 @@ def test_the_second_lowering_takes_the_packed_weights_of_the_first() -> None:
     assert addresses[1] and addresses[1] <= addresses[0]
 
 
-def test_the_head_is_found_behind_ops_on_logits_and_variants() -> None:
-    gemma = captured("gemma2")
-    logits = next(node for node in gemma.fx.nodes if node.op == "output").args[0]
-    assert logits.target is not reference.linear and head_of(logits).target is reference.linear
-    graph = captured("llama")
-    apply(graph, "int8", max_tokens=4, lm_head=True)
-    logits = next(node for node in graph.fx.nodes if node.op == "output").args[0]
-    assert logits.target is reference.by_tokens and head_of(logits).target is reference.linear
+def steps(embedder: Embedder, limits: list[int]) -> list[Embedding]:
+    """The finished messages in order, of steps with ``limits`` in turn."""
+    done, turn = [], 0
+    while embedder.has_work:
+        done += embedder.step(limits[turn % len(limits)])
+        turn += 1
+    return done
 
 
-def test_a_graph_without_a_head_is_refused() -> None:
-    graph = captured("llama")
-    output = next(node for node in graph.fx.nodes if node.op == "output")
-    norm = next(node for node in reversed(list(graph.fx.nodes)) if node.target is reference.rms_norm)
-    output.args = (norm,)
-    with pytest.raises(UserError, match="the output head can't be found"):
-        hidden_graph(graph)
+def test_messages_share_steps_and_get_the_vectors_of_each_alone() -> None:
+    """Whatever the limit of a step, which changes from step to step as in an engine with requests."""
+    graph = quantized()
+    alone = {pooling: embedder(graph).embed(PROMPTS, pooling) for pooling in POOLINGS}
+    for limits in ([64], [7], [64, 3, 20]):
+        queue = embedder(graph)
+        messages = [Embedding(pooling, PROMPTS, pooling) for pooling in POOLINGS]
+        for message in messages:
+            queue.add(message)
+        assert steps(queue, limits) == messages
+        for message in messages:
+            assert torch.equal(message.stacked(), alone[message.pooling])
+
+
+def test_texts_of_several_messages_run_in_a_single_step() -> None:
+    queue, sizes = watched(embedder(quantized()))
+    for name in "abcd":
+        queue.add(Embedding(name, [PROMPTS[0]], "last"))
+    assert len(queue.step(64)) == 4 and sizes == [4]
+
+
+def test_a_step_has_at_most_its_tokens() -> None:
+    queue, sizes = watched(embedder(quantized()), count=lambda batch: batch.num_tokens)
+    queue.add(Embedding("a", PROMPTS, "last"))
+    steps(queue, [16])
+    assert max(sizes) <= 16 and sum(sizes) == sum(map(len, PROMPTS))
+
+
+def watched(queue: Embedder, count: Any = lambda batch: len(batch.items)) -> tuple[Embedder, list[int]]:
+    """``queue`` with a list of ``count`` of each batch."""
+    queue.embed([[1] * 64], "last")  # makes the pool
+    runner, sizes = queue.runner, list[int]()
+    assert runner is not None
+    execute = runner.execute
+
+    def counted(batch: Batch) -> Tensor:
+        sizes.append(count(batch))
+        return execute(batch)
+
+    runner.execute = counted  # type: ignore[method-assign]
+    return queue, sizes
+
+
+def test_an_aborted_message_leaves_the_queue_and_the_others_stay() -> None:
+    queue = embedder(quantized())
+    expected = queue.embed(PROMPTS, "last")
+    gone, kept = Embedding("gone", PROMPTS, "last"), Embedding("kept", PROMPTS, "last")
+    queue.add(gone)
+    queue.add(kept)
+    queue.step(16)
+    assert queue.abort("gone") and not queue.abort("gone")
+    assert steps(queue, [16]) == [kept] and torch.equal(kept.stacked(), expected)
+
+
+def test_a_step_whose_clients_have_left_is_cancelled() -> None:
+    queue, sizes = watched(embedder(quantized()))
+    runner = queue.runner
+    assert runner is not None
+    execute = runner.execute
+
+    def checked(batch: Batch) -> Tensor:
+        check_cancelled()
+        return execute(batch)
+
+    runner.execute = checked  # type: ignore[method-assign]
+    queue.add(Embedding("a", [PROMPTS[0]], "last"))
+    queue.add(Embedding("b", [PROMPTS[1]], "last"))
+    assert queue.step(64, lambda: {"a", "b"}) == [] and sizes == []
+    assert {message.request_id for message in queue.step(64, lambda: {"a"})} == {"a", "b"}
+
+
+class Broken:
+    """Makes ``execute`` of every runner raise, or give NaN, for a batch with ``token``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, token: int, nan: bool) -> None:
+        execute = ModelRunner.execute
+
+        def broken(runner: ModelRunner, batch: Batch) -> Tensor:
+            if any(token in item.request.token_ids for item in batch.items):
+                if not nan:
+                    raise RuntimeError("injected")
+                rows = execute(runner, batch)
+                ends = [i for i, item in enumerate(batch.items) if token in item.request.token_ids]
+                rows[ends] = float("nan")
+                return rows
+            return execute(runner, batch)
+
+        monkeypatch.setattr(ModelRunner, "execute", broken)
+
+
+@pytest.mark.parametrize("nan", [False, True])
+def test_a_failure_of_the_model_ends_its_message_alone(monkeypatch: pytest.MonkeyPatch, nan: bool) -> None:
+    texts = [[5, 6, 7], [8, 9], [11, 12]]
+    queue = embedder(quantized())
+    expected = queue.embed(texts, "last")
+    Broken(monkeypatch, 63, nan)
+    good, bad = Embedding("good", texts, "last"), Embedding("bad", [[5], [63, 3], [9]], "last")
+    queue.add(bad)
+    queue.add(good)
+    assert set(steps(queue, [64])) == {good, bad}
+    assert bad.error == EMBEDDING_FAILED and torch.equal(good.stacked(), expected)

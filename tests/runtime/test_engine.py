@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from optkit.runtime.engine import MODEL_FAILED, Engine
+from optkit.runtime.engine import MODEL_FAILED, Engine, RequestFailed
 from optkit.runtime.sampling.sampler import BAD_LOGITS
 from optkit.runtime.types import Batch, EngineRefusal, EngineRequest, FinishReason, SamplingParams
 from tests.support.fakes import FakeRunner, fake_engine
@@ -117,3 +119,38 @@ def test_the_fake_notices_a_wrong_block() -> None:
     item.request.block_tables[0].reverse()
     assert not right.equal(good)
     assert not engine.runner.execute(Batch((item,))).equal(good)
+
+
+def test_texts_to_embed_take_turns_with_requests_and_small_steps_beside_them() -> None:
+    """Alone a step of texts is as large as any; beside requests it is what a step may have of prompts."""
+    sizes: list[int] = []
+    engine = fake_engine(options={"prefill_target_tokens": 8, "embeds": {"vocab_size": 16}})
+    engine.add_embedding("a", [[1] * 30], "last")
+    assert engine.is_embedding and engine._embedder is not None
+    runner: Any = engine._embedder.runner
+
+    def largest() -> int:
+        sizes.append(runner.batches[-1].num_tokens)
+        return sizes[-1]
+
+    assert [message.request_id for message in engine.embed_step()] == ["a"] and largest() == 30
+    engine.add_request(request("r", [1, 2]))
+    engine.step()
+    engine.add_embedding("b", [[1] * 30], "last")
+    while not engine.embed_step():
+        assert largest() <= 8 and engine.step()
+    assert max(sizes[1:]) == 8 and not engine.is_embedding
+
+
+def test_texts_are_refused_aborted_and_embedded() -> None:
+    engine = fake_engine(options={"embeds": {"vocab_size": 16}})
+    for texts in ([], [[]], [[1] * 65], [[999]]):
+        with pytest.raises(EngineRefusal):
+            engine.add_embedding("wrong", texts, "last")
+    assert engine.embed_step() == []
+    engine.add_embedding("gone", [[1, 2], [3]], "mean")
+    assert engine.abort("gone") is None and not engine.is_embedding
+    assert engine.embed([[1, 2], [3]], "last").shape == (2, 16)
+    engine = fake_engine(options={"embeds": {"vocab_size": 16, "poison_token": 9}})
+    with pytest.raises(RequestFailed, match="the model failed"):
+        engine.embed([[1, 2], [9]], "last")

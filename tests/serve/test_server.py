@@ -11,8 +11,9 @@ import psutil
 import pytest
 
 from optkit.errors import UserError
+from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.serve.http.address import refuse_exposure
-from optkit.serve.server import ServeOptions, run
+from optkit.serve.server import ServeOptions, check_answers, run
 from tests.support.lifecycle import assert_gone, wait_ready
 from tests.support.live import PATIENCE, LiveServer
 from tests.support.tiny_tokenizer import fast_tokenizer
@@ -56,3 +57,10 @@ def test_others_may_not_reach_a_server_without_a_key(host: str, tmp_path: Path) 
     with pytest.raises(UserError, match="without an API key"):
         run(tmp_path, ServeOptions(host=host))
     refuse_exposure(host, ["key"])
+
+
+def test_answers_that_depend_on_the_load_are_not_for_a_response_cache() -> None:
+    limits = {"max_model_len": 64, "num_blocks": 8}
+    check_answers(SchedulerConfig(**limits))
+    with pytest.raises(UserError, match="several variants"):
+        check_answers(SchedulerConfig(**limits, variant_limits=(4,)))

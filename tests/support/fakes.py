@@ -9,6 +9,7 @@ import time
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from optkit.cancellation import check_cancelled
 from optkit.errors import UserError
 from optkit.kernels.cpu import native
 from optkit.recipe.engine_options import EngineOptions
+from optkit.runtime.embedding import Embedder
 from optkit.runtime.engine import Engine
 from optkit.runtime.kv.offload import MemoryBlocks
 from optkit.runtime.sampling import sampler
@@ -189,10 +191,12 @@ def fake_engine(options: dict[str, Any] | None = None) -> Engine:
     """An ``Engine`` on a ``FakeRunner``.
 
     ``options`` are fields of ``SchedulerConfig`` and arguments of ``FakeRunner``. For the process tests there are
+    ``embeds``: options of ``fake_embedder``, without which there are no embeddings. For the process tests there are
     also ``load_error``: "user" or "bug", ``load_delay``: seconds, ``faults``: token -> place to break (``inject``).
     """
     options = dict(options or {})
     faults = options.pop("faults", {})
+    embeds: dict[str, Any] = options.pop("embeds", {})
     time.sleep(options.pop("load_delay", 0))
     match options.pop("load_error", None):
         case "user":
@@ -214,11 +218,25 @@ def fake_engine(options: dict[str, Any] | None = None) -> Engine:
     slots = config.num_host_blocks
     engine = Engine(runner, config, store=MemoryBlocks(slots, runner.read_block(0).nbytes) if slots else None)
     engine.grammars = Grammars(lambda: tiny_vocabulary(runner.vocab_size))
+    if embeds:
+        engine.make_embedder = lambda: fake_embedder(engine, embeds)
     if slots:
         engine.scheduler.kv.worth_saving = lambda: True  # a fake computes faster than anything can be copied
     for token, place in faults.items():
         inject(engine, int(token), place)
     return engine
+
+
+def fake_embedder(engine: Engine, options: dict[str, Any]) -> Embedder:
+    """An embedder on a ``FakeRunner``: the state of a token is a hash of the tokens up to there.
+
+    ``options`` are arguments of ``FakeRunner``; ``vocab_size`` is the size of a vector.
+    """
+    c = engine.config
+    runner: Any = FakeRunner(4 * c.num_blocks, c.block_size, **options)
+    runner.num_slots = 0
+    model: Any = SimpleNamespace(states=())
+    return Embedder(model, c.block_size, c.max_num_batched_tokens, runner)
 
 
 def tiny_vocabulary(size: int) -> LLTokenizer:

@@ -50,7 +50,7 @@ class LiveServer:
         config = {"chat_template": TEMPLATE, "eos_token": "<|im_end|>"}
         (root / "tokenizer_config.json").write_text(json.dumps(config))
         defaults = {"vocab_size": 512, "num_blocks": 512, "max_model_len": 512, "script": SCRIPT}
-        defaults |= {"remember": False, "ttft_slo_ms": 700.0}
+        defaults |= {"remember": False, "ttft_slo_ms": 700.0, "embeds": {"vocab_size": 16}}
         work = {
             "directory": str(root),
             "engine": defaults | engine,

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
+import zlib
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import numpy as np
 import uvicorn
 from fastapi import FastAPI
 
 from optkit.runtime.engine import Engine
 from optkit.runtime.info import EngineInfo
+from optkit.runtime.pooling import Pooling
+from optkit.runtime.process.ipc import Embedded
+from optkit.runtime.process.worker import embedded
 from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.types import EngineRequest, EngineStats, FinishReason, TokenOutput
 from optkit.serve.app import create_app
@@ -24,6 +30,7 @@ from optkit.text.chat_template import ChatTemplate
 from tests.support.fakes import fake_engine
 from tests.support.tiny_tokenizer import TEXT, fast_tokenizer, tiny_tokenizer
 
+VECTOR_SIZE = 16
 EOS = fast_tokenizer().token_to_id("<|im_end|>")
 
 
@@ -37,6 +44,8 @@ class FakeEngine:
         fail_after: number of tokens before the request fails.
         tokens_per_output: more than one as with speculation.
         gate: if set, each request waits for the gate before the first token.
+        embedded: the texts and the pooling of each message of texts.
+        embed_error: the error in place of vectors, and whether it is the request's.
     """
 
     def __init__(self, script: str | Callable[[EngineRequest], str] = TEXT) -> None:
@@ -51,11 +60,25 @@ class FakeEngine:
         self.gate: asyncio.Event | None = None
         self.is_healthy, self.is_restarting, self.num_restarts = True, False, 0
         self.resets = 0
+        self.embedded: list[tuple[tuple[tuple[int, ...], ...], Pooling]] = []
+        self.embed_error: tuple[str, bool] | None = None
         self.stats = EngineStats(num_running=2, num_waiting=3, kv_blocks_used=1, kv_blocks_total=4)
         self.info: EngineInfo | None = None
 
     async def reset_prefix_cache(self) -> None:
         self.resets += 1
+
+    async def embed(self, prompts: Sequence[Sequence[int]], pooling: Pooling) -> Embedded:
+        self.embedded.append((tuple(map(tuple, prompts)), pooling))
+        try:
+            if self.gate:
+                await self.gate.wait()
+        except asyncio.CancelledError:
+            self.aborted.append("embed")
+            raise
+        if self.embed_error is not None:
+            return Embedded("embed", error=self.embed_error[0], is_user_error=self.embed_error[1])
+        return Embedded("embed", fake_vectors(prompts, pooling).tobytes(), VECTOR_SIZE)
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
         self.requests.append(request)
@@ -86,6 +109,14 @@ class FakeEngine:
         return [*outputs, _output(request, [], FinishReason.STOP, stop_token=EOS)]
 
 
+def fake_vectors(prompts: Sequence[Sequence[int]], pooling: Pooling) -> np.ndarray:
+    """Vectors [prompts, VECTOR_SIZE] float32, random by text and pooling."""
+    seeds = [zlib.crc32(repr((tuple(prompt), pooling)).encode()) for prompt in prompts]
+    return np.stack(
+        [np.random.default_rng(seed).standard_normal(VECTOR_SIZE).astype(np.float32) for seed in seeds]
+    )
+
+
 class LateEngine(FakeEngine):
     """An engine that refuses every request: the first token would be late."""
 
@@ -101,6 +132,8 @@ class SteppedEngine:
         self.engine = engine or fake_engine(options=defaults | options)
         self.is_healthy, self.is_restarting, self.num_restarts = True, False, 0
         self._streams: dict[str, list[TokenOutput]] = {}
+        self._vectors: dict[str, Embedded] = {}
+        self._names = itertools.count()
 
     @property
     def stats(self) -> EngineStats:
@@ -112,6 +145,15 @@ class SteppedEngine:
 
     async def reset_prefix_cache(self) -> None:
         self.engine.reset_prefix_cache()
+
+    async def embed(self, prompts: Sequence[Sequence[int]], pooling: Pooling) -> Embedded:
+        name = f"embed-{next(self._names)}"
+        self.engine.add_embedding(name, prompts, pooling)
+        while name not in self._vectors:
+            for message in self.engine.embed_step():
+                self._vectors[message.request_id] = embedded(message)
+            await asyncio.sleep(0)
+        return self._vectors.pop(name)
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
         self.engine.add_request(request)

@@ -154,7 +154,10 @@ class EngineClient:
         await self._send(ipc.Abort(request_id))
 
     async def embed(self, prompts: Sequence[Sequence[int]], pooling: Pooling) -> ipc.Embedded:
-        """The vectors of ``prompts``; an ``error`` in the answer is the reason why there are none."""
+        """The vectors of ``prompts``; an ``error`` in the answer is the reason why there are none.
+
+        Cancelling the call drops the texts from the engine's queue.
+        """
         name = f"embed-{next(self._names)}"
         answer: asyncio.Future[ipc.Embedded] = asyncio.get_running_loop().create_future()
         if not self._alive:
@@ -165,6 +168,8 @@ class EngineClient:
             return await answer
         finally:
             self._embedding.pop(name, None)
+            if not answer.done() or answer.cancelled():
+                self._post(ipc.Abort(name))
 
     async def reset_prefix_cache(self) -> None:
         """Have the engine drop the KV outside of running requests."""

@@ -40,6 +40,7 @@ from optkit.runtime.process import ipc
 from optkit.runtime.types import EngineOverload, EngineRefusal, EngineRequest, FinishReason, TokenOutput
 
 if TYPE_CHECKING:
+    from optkit.runtime.embedding import Embedding
     from optkit.runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -74,13 +75,17 @@ class Worker:
     def serve(self) -> None:
         """Step while there is work, sleep on the socket while there is none, until ``ParentGone``."""
         while True:
-            self._receive(timeout=0.0 if self.engine.has_work else HEARTBEAT_SECONDS)
+            busy = self.engine.has_work or self.engine.is_embedding
+            self._receive(timeout=0.0 if busy else HEARTBEAT_SECONDS)
             if self.engine.has_work:
                 self._send(self.engine.step())
             elif self._outputs:
                 self._send([])
-            else:
+            elif not self.engine.is_embedding:
                 self._post(ipc.Heartbeat())
+            if self.engine.is_embedding:  # a step in turn with the requests'
+                for message in self.engine.embed_step():
+                    self._post(embedded(message))
 
     def _post(self, *messages: ipc.FromWorker) -> None:
         send(self.sock, *messages)
@@ -143,7 +148,7 @@ class Worker:
             case ipc.ResetPrefixCache():
                 self.engine.reset_prefix_cache()
             case ipc.Embed() as asked:
-                self._post(self._embed(asked))
+                self._add_embedding(asked)
             case EngineRequest() as request:
                 try:
                     self.engine.add_request(request)
@@ -157,16 +162,22 @@ class Worker:
                     self.engine.abort(request.request_id)
                     self._outputs.append(failed_output(request.request_id, "it could not be added"))
 
-    def _embed(self, asked: ipc.Embed) -> ipc.Embedded:
-        """The vectors, or the reason against them; a failure of the model fails only the message."""
+    def _add_embedding(self, asked: ipc.Embed) -> None:
         try:
-            found = self.engine.embed(asked.prompts, asked.pooling)
+            self.engine.add_embedding(asked.request_id, asked.prompts, asked.pooling)
         except (EngineRefusal, UserError) as refusal:
-            return ipc.Embedded(asked.request_id, error=str(refusal), is_user_error=True)
+            self._post(ipc.Embedded(asked.request_id, error=str(refusal), is_user_error=True))
         except Exception:
-            logger.exception("the model failed on texts to embed")
-            return ipc.Embedded(asked.request_id, error="the model failed on these texts")
-        return ipc.Embedded(asked.request_id, found.numpy().tobytes(), found.shape[1])
+            logger.exception("texts to embed could not be added")
+            self._post(ipc.Embedded(asked.request_id, error="the texts could not be added"))
+
+
+def embedded(message: Embedding) -> ipc.Embedded:
+    """The answer to a finished message of texts."""
+    if message.error is not None:
+        return ipc.Embedded(message.request_id, error=message.error)
+    vectors = message.stacked()
+    return ipc.Embedded(message.request_id, vectors.numpy().tobytes(), vectors.shape[1])
 
 
 def failed_output(request_id: str, error: str, retry_after: float | None = None) -> TokenOutput:

@@ -212,6 +212,12 @@ class Scheduler:
         self.kv.reset_counters()
         self.step_sizes = StepSizes()
 
+    def prompt_limit(self) -> int:
+        """Most tokens to compute between two steps without delaying the decodes more than a prompt would."""
+        decodes = [ScheduledRequest(request, 1) for request in self.running if request.num_pending == 1]
+        limit = self.policy.chunk_limit(step_work(decodes), 0)
+        return min(limit, self.config.prefill_target, self.config.max_num_batched_tokens)
+
     def stats(self) -> EngineStats:
         kv = self.kv
         return EngineStats(

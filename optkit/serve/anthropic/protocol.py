@@ -42,6 +42,7 @@ HARMLESS = frozenset(
             "workspace_id",
         ),  # for the operator
         *("cache_control", "context_management", "diagnostics", "betas"),  # prefixes are found by content
+        "cache",  # read by the response cache
     ]
 )
 PARAMS = {  # the fields of chat requests and their names here

@@ -126,6 +126,14 @@ class PromptReader:
             len(text), functools.partial(self.tokenizer.encode, text, add_special_tokens=special)
         )
 
+    async def ids_of_texts(self, texts: Sequence[str], special: bool) -> list[list[int]]:
+        """Token ids of each of ``texts``."""
+
+        def encode() -> list[list[int]]:
+            return [self.tokenizer.encode(text, add_special_tokens=special) for text in texts]
+
+        return await self._run(sum(map(len, texts)), encode)
+
     async def text_of(self, ids: Sequence[int]) -> str:
         """Text of token ids of the vocabulary, special tokens included."""
         decode = functools.partial(self.tokenizer.decode, ids, skip_special_tokens=False)

@@ -17,26 +17,22 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from optkit.serve.constraints.checker import ConstraintChecker
-from optkit.serve.engine_api import AsyncEngine, ServeSettings
-from optkit.serve.http.admission import Admission
-from optkit.serve.http.errors import ApiError, internal_error
-from optkit.serve.metrics import Metrics
+from optkit.serve.app_state import AppState, mark_complete
+from optkit.serve.http.disconnect import until_disconnect
+from optkit.serve.http.errors import ApiError
 from optkit.serve.openai.answers import AnswerWriter, Endpoint, ResponseHead, ResponseParts
 from optkit.serve.openai.beams import beam_text
 from optkit.serve.openai.generation import TTFT_UNREACHABLE, Delta, collect, generate_text, merge
 from optkit.serve.openai.jobs import ChoiceJob, Sender
 from optkit.serve.openai.logprobs import ChatLogprobs, CompletionLogprobs, LogprobFormat
-from optkit.serve.openai.prompts import PromptReader
 from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest, first_given
-from optkit.serve.shutdown import FINAL_ERROR_TIMEOUT_SECONDS, RequestsInFlight, shutting_down
-from optkit.serve.tracing import SpanRecord, Tracing
+from optkit.serve.shutdown import FINAL_ERROR_TIMEOUT_SECONDS
+from optkit.serve.tracing import SpanRecord
 
 log = logging.getLogger("optkit.serve")
 
@@ -45,42 +41,6 @@ STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-
-
-@dataclass(frozen=True)
-class AppState:
-    """The server's parts for answering a request."""
-
-    engine: AsyncEngine
-    prompts: PromptReader
-    metrics: Metrics
-    admission: Admission
-    settings: ServeSettings
-    constraints: ConstraintChecker
-    tracing: Tracing | None = None
-    requests: RequestsInFlight = field(default_factory=RequestsInFlight)
-
-    def check(self, request: GenerationRequest) -> None:
-        """Refuse wrong requests before the prompt is tokenized.
-
-        Raises:
-            ApiError: 400, 404 unknown model, 503 the engine is gone.
-        """
-        self.check_model(request.model)
-        if request.priority and self.settings.limits.scheduling_policy == "fcfs":
-            message = "priorities need a server with --scheduling-policy slo"
-            raise ApiError(message, param="priority", code="unsupported_parameter")
-        self.prompts.check_token_ids(request)
-        if not self.engine.is_healthy:
-            raise ApiError(
-                "the engine is not available", code="engine_unavailable", status=503, retry_after=5
-            )
-
-    def check_model(self, name: str | None) -> None:
-        """Raise the 404 of a model that is not served."""
-        if name is not None and name not in self.settings.model_names:
-            message = "this model is not served here; GET /v1/models lists what is"
-            raise ApiError(message, param="model", code="model_not_found", status=404)
 
 
 class GenerationResponse(Response):
@@ -119,24 +79,15 @@ class GenerationResponse(Response):
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = asyncio.create_task(self._answer(send))
-        watch = asyncio.create_task(_disconnect(receive))
-        try:
-            await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            gone = not work.done()
-            for task in (work, watch):
-                task.cancel()
-            await asyncio.gather(work, watch, return_exceptions=True)
-        if not gone:
-            work.result()
+        await until_disconnect(self._answer(scope, send), receive)
 
-    async def _answer(self, send: Send) -> None:
+    async def _answer(self, scope: Scope, send: Send) -> None:
         """Answer the request, or report the failure, and log a line."""
         wire, outcome = Wire(send), "ok"
         try:
-            async with self._state.requests.limit(self._deadline()):
+            async with self._state.requests.limit(self._state.deadline(self._sender.arrival)):
                 await self._generate_and_send(wire)
+            mark_complete(scope)
         except asyncio.CancelledError:  # the client is gone
             outcome = "cancelled"
             raise
@@ -152,24 +103,11 @@ class GenerationResponse(Response):
             self._record.outcome = outcome
             self._log()
 
-    def _deadline(self) -> float | None:
-        """The end of the request's time, on the event loop's clock."""
-        limit = self._state.settings.request_timeout
-        if limit is None:
-            return None
-        return asyncio.get_running_loop().time() + self._sender.arrival + limit - time.monotonic()
-
     def _failure(self, error: Exception) -> ApiError:
-        """``error`` as an error for the client."""
-        if isinstance(error, ApiError):
-            error.param = self._endpoint.params.get(error.param or "", error.param)
-            return error
-        if isinstance(error, TimeoutError) and self._state.requests.is_cut:
-            return shutting_down()
-        if isinstance(error, TimeoutError):
-            limit = self._state.settings.request_timeout
-            return ApiError(f"not answered within {limit:g} s", code="request_timeout", status=504)
-        return internal_error(error)
+        """``error`` as an error for the client, with the endpoint's own name of a wrong field."""
+        failure = self._state.failure(error)
+        failure.param = self._endpoint.params.get(failure.param or "", failure.param)
+        return failure
 
     def _log(self) -> None:
         """The line in the log, and the span of the trace."""
@@ -270,9 +208,3 @@ class Wire:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FINAL_ERROR_TIMEOUT_SECONDS):
                     await self.event(self.writer.failed(error), more=False)
-
-
-async def _disconnect(receive: Receive) -> None:
-    """Return when the client has gone."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

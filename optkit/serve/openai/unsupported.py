@@ -67,6 +67,7 @@ HARMLESS = frozenset(
             "session_id",
         ),  # for routers; prefixes are found by content
         *("return_token_offsets", "return_mm_kwargs"),  # vLLM reads these at its render endpoints only
+        "cache",  # read by the response cache
         "stream_interval",  # tokens per event; here always 1
     ]
 )

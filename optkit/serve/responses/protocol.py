@@ -41,6 +41,7 @@ HARMLESS = frozenset(
             "prompt_cache_options",
             "prompt_cache_retention",
         ),  # prefixes are found by content
+        "cache",  # read by the response cache
         *("max_tool_calls", "image"),  # about tools of the service, which are refused
     ]
 )

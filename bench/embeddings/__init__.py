@@ -1,0 +1,1 @@
+"""Embeddings: agreement with transformers, and the gain of a batch of texts."""

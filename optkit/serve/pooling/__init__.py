@@ -1,0 +1,1 @@
+"""Endpoints with vectors of texts: embeddings, reranking and scores."""
