@@ -195,10 +195,39 @@ def test_conversation_with_calls_is_rendered_with_and_without_tools(template: st
         assert text.index("get_weather") < text.index("rain and 5 degrees")
 
 
-def test_malformed_arguments_of_an_earlier_turn_do_not_end_the_conversation() -> None:
-    call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": '}}
+@pytest.mark.parametrize("template", [QWEN, CHATML])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"city": ',
+        '{"city": "\\ud800"}',
+        '{"city": NaN}',
+        '{"city": 1, "city": 2}',
+        '{"city":' + '{"a":' * 800 + "1" + "}" * 801,
+    ],
+    ids=lambda text: text[:24],
+)
+def test_malformed_arguments_of_an_earlier_turn_do_not_end_the_conversation(
+    template: str, arguments: str
+) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
     messages = [*ASK["messages"], {"role": "assistant", "content": "", "tool_calls": [call]}]  # type: ignore[misc]
-    assert "city" in prompt(QWEN, messages=messages)
+    assert "city" in prompt(template, messages=messages, tools=[WEATHER])
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_half_a_surrogate_pair_in_arguments_can_be_sent(streams: bool) -> None:
+    """As an escape inside the arguments it stays; in arguments that are a string it would be no text."""
+    script = (
+        '<tool_call>{"name": "now", "arguments": {"a": "\\ud83d"}}</tool_call>'
+        '<tool_call>{"name": "now", "arguments": "{\\"a\\": \\"\\ud83d\\"}"}</tool_call>'
+    )
+    if streams:
+        entries = [entry for c in stream(script) for entry in c["delta"].get("tool_calls", [])]
+        texts = ["".join(e["function"]["arguments"] for e in entries if e["index"] == i) for i in (0, 1)]
+    else:
+        texts = [call["function"]["arguments"] for call in ask(script)["message"]["tool_calls"]]
+    assert texts == ['{"a": "\\ud83d"}', '{"a": "\ufffd"}']
 
 
 # -- constraints -----------------------------------------------------------------------------------------------
