@@ -306,6 +306,38 @@ def test_stop_strings_and_calls_are_found_in_outputs_of_several_tokens(size: int
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Oslo"}'
 
 
+@pytest.mark.parametrize("size", [1, 2, 7])
+@pytest.mark.parametrize(
+    ("script", "stop", "content", "num_calls", "reason"),
+    [
+        (HERMES_CALL, "\n", None, 1, "tool_calls"),
+        (HERMES_CALL, '"city"', None, 1, "tool_calls"),
+        (f"One.\n\nTwo.\n{HERMES_CALL}", "\n\n", "One.", 0, "stop"),
+        (f"Two. STOP {HERMES_CALL}", "STOP", "Two. ", 0, "stop"),
+        (f"{HERMES_CALL}\nSo STOP.{HERMES_CALL}", "STOP", "So ", 1, "tool_calls"),
+        (f"It is 5 <{HERMES_CALL}", "<b>", "It is 5 <", 1, "tool_calls"),
+        ("It is 5 <b", "<b>", "It is 5 <b", 0, "stop"),
+    ],
+)
+def test_stop_strings_end_the_content_and_no_call(
+    script: str, stop: str, content: str | None, num_calls: int, reason: str, size: int
+) -> None:
+    """OpenAI's calls are no text, so a stop string such as a line break must not cut them."""
+    engine = FakeEngine(script)
+    engine.tokens_per_output = size
+    app = tiny_app(engine, QWEN, max_model_len=4096)
+    [choice] = post(app, CHAT, {**ASK, "stop": [stop]}).json()["choices"]
+    calls = choice["message"].get("tool_calls", [])
+    assert (choice["message"]["content"], len(calls), choice["finish_reason"]) == (content, num_calls, reason)
+    assert all(json.loads(call["function"]["arguments"]) == {"city": "Oslo"} for call in calls)
+    chunks = [
+        json.loads(e)["choices"][0]
+        for e in events(post(app, CHAT, {**ASK, "stop": [stop], "stream": True}).text)[:-1]
+    ]
+    assert "".join(c["delta"].get("content") or "" for c in chunks) == (content or "")
+    assert chunks[-1]["finish_reason"] == reason
+
+
 def test_reasoning_of_an_earlier_turn_reaches_the_template() -> None:
     template = CHATML.replace(
         "{{ message['content'] }}", "{{ message.reasoning_content }}|{{ message['content'] }}"
