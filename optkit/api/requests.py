@@ -18,7 +18,7 @@ from optkit.errors import EngineError, UserError, nearest
 from optkit.runtime.types import EngineRequest, FinishReason, FirstToken, TokenLogprob, TokenOutput
 from optkit.serve.http.errors import ApiError
 from optkit.serve.openai.chat_message import TOOL_CALLS
-from optkit.serve.openai.generation import Delta, collect, generate_text, merge
+from optkit.serve.openai.generation import OWN_FAILURES, Delta, collect, generate_text, merge
 from optkit.serve.openai.jobs import ChoiceJob, Sender
 from optkit.serve.openai.parsing import checked_request
 from optkit.serve.openai.prompts import PromptReader
@@ -162,7 +162,10 @@ class Requests:
 
 
 class Engine:
-    """The engine of one call as ``TokenSource``: a failed request raises ``EngineError`` with the reason."""
+    """The engine of one call as ``TokenSource``: a failed request raises ``EngineError`` with the reason.
+
+    A failure by the request's own options passes, and becomes a ``UserError``.
+    """
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -171,7 +174,7 @@ class Engine:
         outputs = cast(AsyncGenerator[TokenOutput, None], self._client.generate(request))
         async with aclosing(outputs):
             async for output in outputs:
-                if output.finish_reason is FinishReason.ERROR:
+                if output.finish_reason is FinishReason.ERROR and output.error not in OWN_FAILURES:
                     raise EngineError(output.error or "the engine failed a request")
                 yield output
 

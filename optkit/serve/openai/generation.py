@@ -18,6 +18,7 @@ import msgspec
 from optkit.runtime.process.client import ENGINE_DIED, ENGINE_GONE, ENGINE_STOPPED
 from optkit.runtime.types import (
     CONSTRAINT_FAILED,
+    NO_TOKEN_LEFT,
     QUEUE_TIMEOUT,
     EngineRequest,
     FinishReason,
@@ -35,6 +36,10 @@ from optkit.text.detokenizer import StopStrings
 from optkit.text.tokenizer import Tokenizer
 
 TTFT_UNREACHABLE = "ttft_slo_unreachable"
+OWN_FAILURES = {
+    CONSTRAINT_FAILED: "constraint_failed",
+    NO_TOKEN_LEFT: "no_token_left",
+}  # of a request, with codes
 
 
 class Delta(NamedTuple):
@@ -102,7 +107,7 @@ async def generate_text(
 
     Raises:
         ApiError: 500 the engine failed this request, 503 the engine died or the wait was too long, 429 the first token
-            would be late, 400 the request is blocked, or its constraint is too complex.
+            would be late, 400 the request is blocked, or its constraint or exclusions allow no token.
     """
     request = job.request
     observed = metrics.sequence(request, job.n)
@@ -256,8 +261,8 @@ def _raise_failure(output: TokenOutput) -> None:
     if output.error == QUARANTINED:
         message = "this request ended the engine twice and is refused for some minutes"
         raise ApiError(message, code="request_quarantined")
-    if output.error == CONSTRAINT_FAILED:
-        raise ApiError(f"the answer can't go on: {CONSTRAINT_FAILED}", code="constraint_failed")
+    if output.error in OWN_FAILURES:
+        raise ApiError(f"the answer can't go on: {output.error}", code=OWN_FAILURES[output.error])
     if output.retry_after is not None:
         message = "the first token would come after the deadline; try again later"
         seconds = max(1, math.ceil(output.retry_after))

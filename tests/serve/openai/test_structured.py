@@ -199,6 +199,14 @@ def test_a_constraint_that_becomes_too_complex_is_an_error_of_the_answer(
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "constraint_failed")
 
 
+def test_words_that_a_constraint_needs_and_the_request_forbids_are_its_own_error() -> None:
+    needed, other = ask(
+        chat(guided_choice=["yes"], bad_words=["y"]), chat(guided_choice=["yes"], bad_words=["no"])
+    )
+    assert (needed.status_code, needed.json()["error"]["code"]) == (400, "no_token_left")
+    assert other.json()["choices"][0]["message"]["content"] == "yes"
+
+
 class Answer(pydantic.BaseModel):
     """As a client of OpenAI writes it."""
 
