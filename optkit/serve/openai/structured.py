@@ -83,7 +83,7 @@ def constraint_of(request: Fields) -> NamedConstraint | None:
     if not found:
         return None
     if len(found) > 1:
-        names = " and ".join(f"'{param}'" for _, param in found[:2])
+        names = " and ".join(f"'{named.param}'" for named in found[:2])
         raise ApiError(f"{names} exclude each other", param=found[1].param, code="invalid_value")
     if request.allowed_token_ids:
         message = f"'allowed_token_ids' and '{found[0].param}' exclude each other"

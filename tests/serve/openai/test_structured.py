@@ -191,6 +191,48 @@ def test_a_constraint_that_can_not_be_compiled_is_400_before_the_engine() -> Non
     assert good.json()["choices"][0]["message"]["content"] == "aaa"
 
 
+def test_the_wrong_schema_beside_others_is_named() -> None:
+    """Of many tools one is wrong; or the format of the content beside tools."""
+    good = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    ahead = {"type": "object", "properties": {"b": {"type": "string", "pattern": "^(?!x)"}}}
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": schema}}
+        for name, schema in (("fine", good), ("wrong", ahead), ("late", good))
+    ]
+    least = {"type": "object", "minProperties": 3, "additionalProperties": {"type": "integer"}}
+    loop = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+    for fields, param, code, words in (
+        (
+            {"tools": tools, "tool_choice": "required"},
+            "tools",
+            "invalid_function_parameters",
+            "'wrong': regex",
+        ),
+        (
+            {"tools": tools[:1], "response_format": response_format({"not": {}})},
+            "response_format",
+            "invalid_json_schema",
+            "not supported: not",
+        ),
+        (
+            {"tools": tools[:1], "response_format": response_format(least)},
+            "response_format",
+            "invalid_json_schema",
+            "minProperties",
+        ),
+        (
+            {"response_format": response_format(loop)},
+            "response_format",
+            "invalid_json_schema",
+            "no finite text",
+        ),
+    ):
+        (answer,) = ask(chat(**fields))
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["code"]) == (400, param, code), error
+        assert words in error["message"] and " at " not in error["message"].partition("(")[0]
+
+
 def test_a_constraint_that_becomes_too_complex_is_an_error_of_the_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
