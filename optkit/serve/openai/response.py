@@ -162,7 +162,7 @@ class GenerationResponse(Response):
     def _failure(self, error: Exception) -> ApiError:
         """``error`` as an error for the client."""
         if isinstance(error, ApiError):
-            error.param = self._endpoint.params.get(error.param or "", error.param)
+            error.rename(self._endpoint.params)
             return error
         if isinstance(error, TimeoutError) and self._state.requests.is_cut:
             return shutting_down()

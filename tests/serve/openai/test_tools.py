@@ -230,6 +230,19 @@ def test_half_a_surrogate_pair_in_arguments_can_be_sent(streams: bool) -> None:
     assert texts == ['{"a": "\\ud83d"}', '{"a": "\ufffd"}']
 
 
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("maybe", "'tool_choice': Input should be 'none', 'auto' or 'required'"),
+        ({"type": "function", "name": "now"}, "'tool_choice.function': Field required"),
+        ({"type": "function", "function": "now"}, "'tool_choice.function': must be an object"),
+    ],
+)
+def test_a_wrong_choice_is_named_by_its_path_in_the_request(choice: Any, message: str) -> None:
+    answer = post(tiny_app(template=QWEN), CHAT, {**ASK, "tool_choice": choice})
+    assert answer.status_code == 400 and answer.json()["error"]["message"] == message
+
+
 # -- constraints -----------------------------------------------------------------------------------------------
 
 
