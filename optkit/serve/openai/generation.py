@@ -136,7 +136,7 @@ class ChoiceStream:
 
     def __init__(self, tokenizer: Tokenizer, job: ChoiceJob) -> None:
         self._job, self._min_tokens = job, job.request.sampling.min_tokens
-        self._detokenizer = tokenizer.detokenizer(job.skip_special)
+        self._detokenizer = tokenizer.detokenizer(job.skip_special, job.tags)
         self._stops = StopStrings(job.stops, job.keep_stop)
         self._echo, self._logprobs = job.echo or "", list[TokenLogprob]()
         self._first: FirstToken | None = None

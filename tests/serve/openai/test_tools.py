@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import openai
 import pytest
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as FastTokenizer
 
-from optkit.runtime.types import EngineRequest
+from optkit.runtime.types import EngineRequest, FinishReason, TokenOutput
+from optkit.serve.app import create_app
+from optkit.text.chat_template import ChatTemplate
+from optkit.text.tokenizer import Tokenizer
 from tests.support.chat_templates import CHATML, GEMMA, LLAMA3, MISTRAL, QWEN, QWEN3, THINKS_ALWAYS
 from tests.support.http_calls import CHAT, HELLO
-from tests.support.serve_fakes import FakeEngine, events, post, prompt_of, served, tiny_app
-from tests.support.tiny_tokenizer import tiny_tokenizer
+from tests.support.serve_fakes import FakeEngine, events, post, prompt_of, served, settings, tiny_app
+from tests.support.tiny_tokenizer import fast_tokenizer, tiny_tokenizer
 
 WEATHER = {
     "type": "function",
@@ -241,6 +246,39 @@ def test_half_a_surrogate_pair_in_arguments_can_be_sent(streams: bool) -> None:
 def test_a_wrong_choice_is_named_by_its_path_in_the_request(choice: Any, message: str) -> None:
     answer = post(tiny_app(template=QWEN), CHAT, {**ASK, "tool_choice": choice})
     assert answer.status_code == 400 and answer.json()["error"]["message"] == message
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_tags_that_are_special_tokens_reach_the_parser_and_no_others_the_text(streams: bool) -> None:
+    """As in vocabularies of Hermes 3: special tokens have no text, but these are the form of a call."""
+    fast = FastTokenizer.from_str(fast_tokenizer().to_str())
+    tags = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
+    fast.add_special_tokens([AddedToken(tag, special=True) for tag in tags])
+    tokenizer = Tokenizer(fast, ChatTemplate(QWEN3), eos_ids=[fast.token_to_id("<|im_end|>")])
+    ids = fast.encode(f"<think>Hm.</think>I <|im_start|>look.{HERMES_CALL}").ids
+
+    class Speaking(FakeEngine):
+        async def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
+            for place, token in enumerate(ids, 1):
+                end = FinishReason.LENGTH if place == len(ids) else None
+                yield TokenOutput(request_id=request.request_id, token_ids=(token,), finish_reason=end)
+
+    app = create_app(Speaking(), tokenizer, settings(max_model_len=4096))
+    answer = post(app, CHAT, {**ASK, "stream": streams})
+    chunks = [json.loads(event)["choices"][0] for event in events(answer.text)[:-1]] if streams else []
+    if streams:
+        called = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", [])]
+        content, reasoning = (
+            "".join(chunk["delta"].get(name) or "" for chunk in chunks)
+            for name in ("content", "reasoning_content")
+        )
+    else:
+        message = answer.json()["choices"][0]["message"]
+        called, content, reasoning = message["tool_calls"], message["content"], message["reasoning_content"]
+    assert (content, reasoning) == ("I look.", "Hm.")
+    assert json.loads("".join(call["function"]["arguments"] for call in called)) == {"city": "Oslo"}
+    plain = post(app, CHAT, {**ASK, "tools": None}).json()["choices"][0]["message"]["content"]
+    assert "tool_call" not in plain and plain.startswith("I look.")
 
 
 # -- constraints -----------------------------------------------------------------------------------------------
