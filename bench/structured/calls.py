@@ -93,7 +93,7 @@ def problem_of(choice: Choice, allowed: Sequence[str], several: bool) -> str | N
     The last call of an answer cut by ``max_tokens`` may be incomplete.
     """
     is_cut, calls = choice.finish_reason == "length", choice.tool_calls
-    if choice.text.strip() and not is_cut:
+    if choice.text:
         return "it has text beside the calls"
     if not calls and not is_cut:
         return "it has no call"

@@ -60,7 +60,7 @@ class ChatFormat:
             goes_on: the answer continues a message of the prompt.
         """
         reasoning = ReasoningParser(leaves_open(prompt)) if self.thinks and not goes_on else None
-        calls = ToolCallParser(self.calls, use.names, use.parallel) if use else None
+        calls = ToolCallParser(self.calls, use.names, use.parallel, required=use.required) if use else None
         return MessageParser(reasoning, calls) if reasoning or calls else None
 
     def tags(self, use: ToolUse | None, goes_on: bool = False) -> tuple[str, ...]:

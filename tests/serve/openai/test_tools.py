@@ -281,6 +281,15 @@ def test_tags_that_are_special_tokens_reach_the_parser_and_no_others_the_text(st
     assert "tool_call" not in plain and plain.startswith("I look.")
 
 
+@pytest.mark.parametrize(("choice", "content"), [("required", None), ("auto", '<tool_call>\n{"name": "get')])
+def test_the_cut_beginning_of_a_required_call_is_no_content(choice: str, content: str | None) -> None:
+    script = f"{HERMES_CALL}\n{HERMES_CALL}"
+    cut = len(tiny_tokenizer().encode(HERMES_CALL + '\n<tool_call>\n{"name": "get'))
+    found = ask(script, tool_choice=choice, max_tokens=cut)
+    assert (found["message"]["content"], found["finish_reason"]) == (content, "length")
+    assert len(found["message"]["tool_calls"]) == 1
+
+
 # -- constraints -----------------------------------------------------------------------------------------------
 
 
