@@ -11,7 +11,6 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, cast, overload
 
 import numpy as np
@@ -326,8 +325,7 @@ def end(engine: EngineThread, constraints: ConstraintChecker) -> None:
     if engine.is_current_thread:
         threading.Thread(target=end, args=(engine, constraints), name="optkit-close").start()
         return
-    with suppress(EngineError):  # closed before
-        engine.run(constraints.close())
+    constraints.end()
     engine.close()
 
 

@@ -11,7 +11,7 @@ from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from optkit.api.engine_thread import EngineThread
-from optkit.api.inputs import as_json, known_options, prompt_text
+from optkit.api.inputs import as_json, check_texts, known_options, prompt_text
 from optkit.api.progress import ProgressCallback, ProgressEvent
 from optkit.api.results import Choice, Completion, TextPiece, TokenScore, ToolCall
 from optkit.errors import EngineError, UserError, nearest
@@ -59,6 +59,8 @@ class Requests:
                     f"unknown option '{name}'", where=self._name, fix=nearest(name, known_options(kind))
                 )
         fields = {name: as_json(value) for name, value in options.items() if value is not None} | own
+        for name, value in fields.items():
+            check_texts(value, name)
         with own_errors():
             request = checked_request(kind, {"return_token_ids": True} | fields)
             self._prompts.check_token_ids(request)

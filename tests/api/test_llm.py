@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -213,6 +215,9 @@ def test_no_prompts_give_no_answers_and_wrong_ones_are_named(llm: optkit.LLM) ->
     assert llm.generate([]) == [] and llm.logprobs([]) == []
     with pytest.raises(optkit.UserError, match="the prompt is empty"):
         llm.generate(["fine", ""])
+    for call in (llm.generate, llm.chat, llm.logprobs):
+        with pytest.raises(optkit.UserError, match="surrogate"):
+            call("a\ud800")
     with pytest.raises(optkit.UserError, match="role"):
         llm.chat([{"role": "nobody", "content": "x"}])
 
@@ -262,6 +267,28 @@ def test_a_closed_model_has_no_process_and_answers_nothing(result: OptimizeResul
     for call in (lambda: llm.generate("a"), lambda: next(llm.stream("a"))):
         with pytest.raises(optkit.EngineError, match="closed"):
             call()
+
+
+FORGETFUL = """
+import sys, optkit
+llm = optkit.load(sys.argv[1])
+print(llm.generate("a", max_tokens=4, guided_regex="[ab]{2}", seed=1).text)
+stream = llm.stream("a", max_tokens=900)
+next(stream)
+"""
+
+
+def test_a_program_that_forgets_to_close_ends_quietly_and_leaves_no_process(result: OptimizeResult) -> None:
+    pytest.importorskip("llguidance")
+    command = [sys.executable, "-c", FORGETFUL, str(result.artifact)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        assert len(program.stdout.readline().strip()) == 2
+        processes = psutil.Process(program.pid).children(recursive=True)
+        out, errors = program.communicate(timeout=60)
+    assert (program.returncode, out, errors) == (0, "", "")
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not alive
 
 
 def test_a_dead_engine_is_an_error_of_the_call(result: OptimizeResult) -> None:

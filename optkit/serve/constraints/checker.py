@@ -88,12 +88,16 @@ class ConstraintChecker:
         return verdict.constraint
 
     async def close(self) -> None:
+        """As ``end``, beside the event loop."""
+        await asyncio.to_thread(self.end)
+
+    def end(self) -> None:
         """End the process; a later constraint starts another."""
         with self._lock:
             process, self._process = self._process, None
             self._verdicts.clear()
         if process is not None:
-            await asyncio.to_thread(process.close)
+            process.close()
 
     def _verdict(self, constraint: Constraint) -> Future[Verdict]:
         """The verdict, found once for all requests with the constraint."""
