@@ -51,6 +51,7 @@ def as_prompts(prompts: Any) -> tuple[list[str | list[int]], bool]:
     Raises:
         UserError: neither text nor token ids.
     """
+    check_texts(prompts, "prompts")
     if isinstance(prompts, str):
         return [prompts], True
     is_list = isinstance(prompts, Sequence) and not isinstance(prompts, bytes | bytearray)

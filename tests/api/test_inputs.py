@@ -55,8 +55,10 @@ def test_as_conversations_refuses_anything_else(given: Any) -> None:
         as_conversations(given)
 
 
-@pytest.mark.parametrize("given", [b"hi", bytearray(b"hi"), [b"hi"], None, [[b"hi"]]])
-def test_as_prompts_takes_no_bytes_for_token_ids(given: Any) -> None:
+@pytest.mark.parametrize(
+    "given", [b"hi", bytearray(b"hi"), [b"hi"], None, [[b"hi"]], "\ud800", ["a", "\ud800"]]
+)
+def test_as_prompts_takes_no_bytes_and_no_broken_text(given: Any) -> None:
     with pytest.raises(UserError):
         as_prompts(given)
 
