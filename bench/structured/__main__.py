@@ -2,6 +2,8 @@
 
     python -m bench.structured artifact/                       # everything, with the bounds
     python -m bench.structured artifact/ --only validity       # 1,000 answers at temperature 1.2 over 60 schemas
+    python -m bench.structured artifact/ --only suite          # JSON-Schema-Test-Suite, downloaded by pip
+    python -m bench.structured artifact/ --only calls          # required and named tool calls
 
 Sides alternate, so a slow phase of the machine slows both. Prints a table. ``--save-result`` writes a JSON with every
 single measurement, the command and the environment. Exit code 1: a bound is missed.
@@ -12,19 +14,26 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.structured import speed, validity
+import optkit
+from bench.structured import calls, neighbours, speed, suite, validity
 from optkit.artifact.open import Artifact
 from optkit.bench.environment import environment
 from optkit.runtime.factory import open_engine
 from optkit.text.tokenizer import Tokenizer
 
-PARTS = ("validity", "compiling", "decoding", "forcing")
+PARTS = ("validity", "suite", "calls", "neighbours", "compiling", "decoding", "forcing")
+IN_PROCESS = {"validity", "suite", "neighbours", "decoding", "forcing"}  # parts on an engine in this process
 MOST = {
     "invalid": 0,
+    "suite: wrongly accepted": 0,
+    "suite: answers invalid": 0,
+    "calls: invalid": 0,
+    "neighbours: changed answers": 0,
     "mask p50, us": 60,
     "mask p99, us": 1000,
     "compile p95, ms": 10,
@@ -45,36 +54,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("artifact")
     parser.add_argument("--only", choices=PARTS, action="append", help="a part; may be repeated")
     parser.add_argument("--answers", type=int, default=1000, help="of the part validity")
+    parser.add_argument("--calls", type=int, default=480, help="answers of the part calls")
+    parser.add_argument("--suite", type=Path, help="folder of JSON-Schema-Test-Suite with the drafts")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--save-result", type=Path)
     args = parser.parse_args(argv)
-    result = measure(args.artifact, args.only or PARTS, args.answers, args.rounds)
+    parts = args.only or PARTS
+    result = measure(args.artifact, parts, args.answers, args.rounds, args.suite)
+    if "calls" in parts:
+        with optkit.load(args.artifact, generation_config="none") as llm:
+            result |= calls.run(llm.chat, args.calls)
     missed = missed_bounds(result)
     for name, value in result.items():
         if isinstance(value, int | float):
-            print(f"{name:28} {value:10.3f}{'   MISSED' * (name in missed)}")
-    for problem in result.get("wrong", []):
-        print("invalid:", *problem)
+            print(f"{name:30} {value:10.3f}{'   MISSED' * (name in missed)}")
+    for name in ("wrong", "suite: wrong", "calls: wrong"):
+        for problem in result.get(name, []):
+            print("invalid:", *problem)
     if args.save_result:
         content = {"kind": "structured", "environment": environment(), "missed": missed, **result}
         args.save_result.write_text(json.dumps(content) + "\n")
     return 1 if missed else 0
 
 
-def measure(artifact: str, parts: Sequence[str], answers: int, rounds: int) -> dict[str, Any]:
-    """The results of ``parts``, by name."""
+def measure(
+    artifact: str, parts: Sequence[str], answers: int, rounds: int, suite_folder: Path | None = None
+) -> dict[str, Any]:
+    """The results of ``parts`` without tool calls, by name."""
     tokenizer = Tokenizer.from_directory(Artifact.open(artifact).directory)
     result: dict[str, Any] = {}
     if "compiling" in parts:
         result |= speed.compiling(tokenizer)
-    if set(parts) - {"compiling"}:
-        engine = open_engine(artifact, max_num_seqs=16)
-        if "decoding" in parts:
-            result |= speed.decoding(engine, tokenizer, rounds)
-        if "forcing" in parts:
-            result |= speed.forcing(engine, tokenizer, rounds)
-        if "validity" in parts:
-            result |= validity.run(engine, tokenizer, answers)
+    if IN_PROCESS.isdisjoint(parts):
+        return result
+    engine = open_engine(artifact, max_num_seqs=16)
+    if "decoding" in parts:
+        result |= speed.decoding(engine, tokenizer, rounds)
+    if "forcing" in parts:
+        result |= speed.forcing(engine, tokenizer, rounds)
+    if "neighbours" in parts:
+        result |= neighbours.run(engine, tokenizer, rounds)
+    if "validity" in parts:
+        result |= validity.run(engine, tokenizer, answers)
+    if "suite" in parts:
+        with tempfile.TemporaryDirectory() as folder:
+            result |= suite.run(engine, tokenizer, suite_folder or suite.download(Path(folder)))
     return result
 
 

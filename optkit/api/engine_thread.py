@@ -24,6 +24,7 @@ from optkit.runtime.process.launch import DEFAULT_FACTORY, Launched, launch
 
 Result = TypeVar("Result")
 CLOSED = "the model is closed; load it again"
+INSIDE = "a progress callback can't call the model that calls it"
 END = object()  # in the queue of ``iterate``, after the last item
 
 
@@ -56,6 +57,11 @@ class EngineThread:
             raise EngineError("the engine process has ended; load the model again")
         return self._client
 
+    @property
+    def is_current_thread(self) -> bool:
+        """True on the thread of the loop, which must not wait for the loop."""
+        return threading.current_thread() is self._thread
+
     def start(self, artifact: str, options: EngineOptions) -> EngineInfo:
         """Load ``artifact`` in the process.
 
@@ -73,11 +79,11 @@ class EngineThread:
         """The result of ``work`` on the loop; an interrupted wait cancels ``work``.
 
         Raises:
-            EngineError: the model is closed.
+            EngineError: the model is closed, or the caller runs on the loop.
         """
-        if self._loop.is_closed():
+        if self._loop.is_closed() or self.is_current_thread:
             work.close()
-            raise EngineError(CLOSED)
+            raise EngineError(INSIDE if self.is_current_thread else CLOSED)
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -98,11 +104,14 @@ class EngineThread:
                     items.put(item)
             except Exception as error:  # noqa: BLE001 - raised again in the caller's thread
                 end = error
+            except asyncio.CancelledError:  # by ``close``, or by a caller that no longer reads
+                end = EngineError(CLOSED)
+                raise
             finally:
                 items.put(end)
 
-        if self._loop.is_closed():
-            raise EngineError(CLOSED)
+        if self._loop.is_closed() or self.is_current_thread:
+            raise EngineError(INSIDE if self.is_current_thread else CLOSED)
         future = asyncio.run_coroutine_threadsafe(pump(), self._loop)
         try:
             while (item := items.get()) is not END:

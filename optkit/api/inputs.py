@@ -8,6 +8,7 @@ from typing import Any
 
 from optkit.errors import UserError
 from optkit.serve.openai.protocol import CompletionRequest, GenerationRequest
+from optkit.untrusted_json import is_text
 
 TRANSPORT = frozenset(
     [
@@ -50,16 +51,42 @@ def as_prompts(prompts: Any) -> tuple[list[str | list[int]], bool]:
     Raises:
         UserError: neither text nor token ids.
     """
+    check_texts(prompts, "prompts")
     if isinstance(prompts, str):
         return [prompts], True
-    found = list(prompts) if isinstance(prompts, Sequence) else []
+    is_list = isinstance(prompts, Sequence) and not isinstance(prompts, bytes | bytearray)
+    found = list(prompts) if is_list else []
     if found and all(isinstance(item, int) and not isinstance(item, bool) for item in found):
         return [found], True
-    if all(isinstance(item, str) for item in found) and isinstance(prompts, Sequence):
+    if all(isinstance(item, str) for item in found) and is_list:
         return found, False
-    if found and all(isinstance(item, Sequence) and all(isinstance(i, int) for i in item) for item in found):
+    if found and all(map(_is_ids, found)):
         return [list(item) for item in found], False
     raise UserError(f"a prompt is a text or a list of token ids, got {prompts!r:.60}", where="prompts")
+
+
+def _is_ids(value: Any) -> bool:
+    is_list = isinstance(value, Sequence) and not isinstance(value, bytes | bytearray)
+    return is_list and all(isinstance(item, int) for item in value)
+
+
+def check_texts(value: Any, where: str) -> None:
+    """Refuse a text with half a surrogate pair, at any depth of ``value``: it has no bytes, so it has no tokens.
+
+    Raises:
+        UserError: with ``where``.
+    """
+    if isinstance(value, str):
+        if not is_text(value):
+            fix = "replace them: text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
+            raise UserError("a text has half a surrogate pair", where=where, fix=fix)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            check_texts(key, where)
+            check_texts(item, where)
+    elif isinstance(value, list | tuple) and not (value and isinstance(value[0], int)):
+        for item in value:
+            check_texts(item, where)
 
 
 def is_messages(value: Any) -> bool:

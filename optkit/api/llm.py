@@ -8,9 +8,9 @@ same answer as ``optkit serve``, and every option of docs/http-api.md with an ef
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, cast, overload
 
 import numpy as np
@@ -27,20 +27,27 @@ from optkit.runtime.info import EngineInfo
 from optkit.runtime.pooling import POOLINGS, Pooling, grouped
 from optkit.runtime.process.ipc import Embedded
 from optkit.serve.constraints.checker import ConstraintChecker
+from optkit.serve.openai.defaults import SamplingDefaults, read_defaults
 from optkit.serve.openai.prompts import PromptReader
-from optkit.serve.openai.protocol import CompletionRequest
+from optkit.serve.openai.protocol import OPENAI_DEFAULTS, CompletionRequest
 from optkit.text.tokenizer import Tokenizer
+
+GENERATION_CONFIGS = ("auto", "none")
 
 Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 
 
 @guarded
-def load(artifact: str | os.PathLike[str], *, verify: bool = True, **options: Any) -> LLM:
+def load(
+    artifact: str | os.PathLike[str], *, verify: bool = True, generation_config: str = "auto", **options: Any
+) -> LLM:
     """Load an artifact into an engine process.
 
     Args:
         artifact: a directory written by ``optkit.optimize``.
         verify: check the hash of every file first, as ``optkit serve`` does.
+        generation_config: ``auto`` takes the sampling defaults of the model's ``generation_config.json``, as
+            ``optkit serve`` does; ``none`` takes those of OpenAI.
         options: of the engine, by the names of the flags of ``optkit serve``: ``threads=4``,
             ``kv_cache_bytes="512MiB"``. Options win over the recipe's ``serving`` and ``runtime``.
 
@@ -50,13 +57,17 @@ def load(artifact: str | os.PathLike[str], *, verify: bool = True, **options: An
     """
     from optkit.artifact.open import Artifact
 
+    if generation_config not in GENERATION_CONFIGS:
+        fix = nearest(generation_config, GENERATION_CONFIGS)
+        raise UserError(f"unknown generation_config '{generation_config}'", fix=fix)
     engine = EngineThread()  # imports while the files are read
     try:
         opened = Artifact.open(os.fspath(artifact), verify=verify)
         given = engine_options(opened.recipe, sizes(options))
         tokenizer = Tokenizer.from_directory(opened.directory)
         info = engine.start(str(opened.directory), given)
-        return LLM(opened.name, tokenizer, engine, info)
+        defaults = read_defaults(opened.directory) if generation_config == "auto" else OPENAI_DEFAULTS
+        return LLM(opened.name, tokenizer, engine, info, defaults)
     except BaseException:
         engine.close()
         raise
@@ -71,10 +82,17 @@ class LLM:
         info: limits and memory of the engine.
     """
 
-    def __init__(self, name: str, tokenizer: Tokenizer, engine: EngineThread, info: EngineInfo) -> None:
+    def __init__(
+        self,
+        name: str,
+        tokenizer: Tokenizer,
+        engine: EngineThread,
+        info: EngineInfo,
+        defaults: SamplingDefaults = OPENAI_DEFAULTS,
+    ) -> None:
         self.name, self.tokenizer, self.info = name, tokenizer, info
         self._engine, constraints = engine, ConstraintChecker(tokenizer)
-        self._prompts = PromptReader(tokenizer, info.config.max_model_len, constraints)
+        self._prompts = PromptReader(tokenizer, info.config.max_model_len, constraints, defaults=defaults)
         self._requests = Requests(name, engine, self._prompts, info.config.max_num_seqs)
         self._finalizer = weakref.finalize(self, end, engine, constraints)
 
@@ -193,12 +211,14 @@ class LLM:
         """
         if is_messages(prompt):
             messages = cast(Sequence[Mapping[str, Any]], prompt)
-            return self._requests.pieces(self._requests.chat_request(messages, logprobs, options))
+            return self._requests.pieces(
+                self._requests.chat_request(messages, logprobs, options, stream=True)
+            )
         listed, is_single = as_prompts(prompt)
         if not is_single:
             raise UserError("a stream is of a single prompt", where="prompt", fix="use generate for several")
-        request = self._requests.request(CompletionRequest, options, prompt=listed, logprobs=logprobs)
-        return self._requests.pieces(request)
+        own = {"prompt": listed, "logprobs": logprobs, "stream": True}
+        return self._requests.pieces(self._requests.request(CompletionRequest, options, **own))
 
     @overload
     def logprobs(self, texts: str | Sequence[int], *, top: int = 0) -> ScoredText: ...  # type: ignore[overload-overlap]
@@ -298,9 +318,14 @@ class LLM:
 
 
 def end(engine: EngineThread, constraints: ConstraintChecker) -> None:
-    """End the process that checks constraints, and that of the engine."""
-    with suppress(EngineError):  # closed before
-        engine.run(constraints.close())
+    """End the process that checks constraints, and that of the engine.
+
+    The garbage collector may call this on any thread, that of the engine among them, which can't wait for itself.
+    """
+    if engine.is_current_thread:
+        threading.Thread(target=end, args=(engine, constraints), name="optkit-close").start()
+        return
+    constraints.end()
     engine.close()
 
 

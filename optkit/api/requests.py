@@ -11,18 +11,20 @@ from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from optkit.api.engine_thread import EngineThread
-from optkit.api.inputs import as_json, known_options, prompt_text
+from optkit.api.inputs import as_json, check_texts, known_options, prompt_text
 from optkit.api.progress import ProgressCallback, ProgressEvent
 from optkit.api.results import Choice, Completion, TextPiece, TokenScore, ToolCall
 from optkit.errors import EngineError, UserError, nearest
 from optkit.runtime.types import EngineRequest, FinishReason, FirstToken, TokenLogprob, TokenOutput
 from optkit.serve.http.errors import ApiError
-from optkit.serve.openai.chat_message import TOOL_CALLS
-from optkit.serve.openai.generation import Delta, collect, generate_text, merge
+from optkit.serve.openai.best_of import best
+from optkit.serve.openai.chat_message import finish_reason
+from optkit.serve.openai.generation import OWN_FAILURES, Delta, collect
 from optkit.serve.openai.jobs import ChoiceJob, Sender
 from optkit.serve.openai.parsing import checked_request
 from optkit.serve.openai.prompts import PromptReader
 from optkit.serve.openai.protocol import ChatRequest, GenerationRequest
+from optkit.serve.openai.sources import deltas_of
 from optkit.serve.tools.formats import choose_format
 from optkit.serve.tools.parts import Part, calls_of, text_of
 from optkit.text.template_trial import check_template
@@ -57,20 +59,27 @@ class Requests:
                     f"unknown option '{name}'", where=self._name, fix=nearest(name, known_options(kind))
                 )
         fields = {name: as_json(value) for name, value in options.items() if value is not None} | own
+        for name, value in fields.items():
+            check_texts(value, name)
         with own_errors():
             request = checked_request(kind, {"return_token_ids": True} | fields)
             self._prompts.check_token_ids(request)
         return request
 
     def chat_request(
-        self, messages: Sequence[Mapping[str, Any]], logprobs: int | None, options: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        logprobs: int | None,
+        options: Mapping[str, Any],
+        **own: Any,
     ) -> ChatRequest:
         template = self._prompts.tokenizer.chat_template
         if template is not None and not self._template_checked:
             self._prompts.chat = choose_format(check_template(template))
             self._template_checked = True
         scores = {} if logprobs is None else {"logprobs": True, "top_logprobs": logprobs}
-        return self.request(ChatRequest, options, messages=[dict(message) for message in messages], **scores)
+        given = [dict(message) for message in messages]
+        return self.request(ChatRequest, options, messages=given, **scores, **own)
 
     def run_all(
         self, requests: Sequence[GenerationRequest], progress: ProgressCallback | None
@@ -102,8 +111,10 @@ class Requests:
     async def _answer(self, request: GenerationRequest) -> Completion:
         jobs, deltas = await self._start(request)
         answers = await collect(deltas, len(jobs), lambda delta: None)
-        choices = [self._choice(answer, answer.parts) for answer in answers]
         ids, first = jobs[0].request.prompt_ids, answers[0].first
+        if request.is_ranked:
+            answers = best(answers, request.num_choices, request.num_returned)
+        choices = [self._choice(request, answer, answer.parts) for answer in answers]
         return Completion(
             prompt_text(request) or self._prompts.tokenizer.decode(ids, skip_special_tokens=False),
             ids,
@@ -116,7 +127,7 @@ class Requests:
         """The jobs of a request, and the deltas of all."""
         engine, tokenizer = Engine(self._engine.client), self._prompts.tokenizer
         jobs = await self._prompts.jobs(request, Sender(f"llm-{next(self._ids)}", time.monotonic()))
-        return jobs, merge([generate_text(engine, tokenizer, Unobserved(), job) for job in jobs])
+        return jobs, deltas_of(request, jobs, engine, tokenizer, Unobserved())
 
     def pieces(self, request: GenerationRequest) -> Iterator[TextPiece]:
         async def deltas() -> AsyncIterator[Delta]:
@@ -129,7 +140,7 @@ class Requests:
         with own_errors():
             for delta in self._engine.iterate(deltas):
                 parts[delta.choice] += [part for part in delta.parts if part.kind == "call"]
-                whole = self._choice(delta, parts[delta.choice] if delta.finish_reason else ())
+                whole = self._choice(request, delta, parts[delta.choice] if delta.finish_reason else ())
                 yield TextPiece(
                     whole.text,
                     whole.token_ids,
@@ -140,17 +151,17 @@ class Requests:
                     whole.tool_calls,
                 )
 
-    def _choice(self, delta: Delta, calls: Sequence[Part]) -> Choice:
+    def _choice(self, request: GenerationRequest, delta: Delta, calls: Sequence[Part]) -> Choice:
         """``delta`` as an answer; ``calls`` are the parts of all calls, of an answer that has ended."""
-        made = tuple(ToolCall(*call) for call in calls_of(calls))
-        reason = delta.finish_reason.value if delta.finish_reason else ""
+        names_tool = isinstance(request, ChatRequest) and request.names_tool
+        shown = () if request.num_logprobs is None else delta.logprobs  # a ranking has them, too
         return Choice(
             delta.text,
             delta.token_ids,
-            TOOL_CALLS if made and delta.finish_reason is FinishReason.STOP else reason,
-            tuple(map(self._score, delta.logprobs)),
+            finish_reason(delta, names_tool) or "",
+            tuple(map(self._score, shown)),
             text_of(delta.parts, "reasoning"),
-            made,
+            tuple(ToolCall(*call) for call in calls_of(calls)),
         )
 
     def _score(self, entry: TokenLogprob) -> TokenScore:
@@ -162,7 +173,10 @@ class Requests:
 
 
 class Engine:
-    """The engine of one call as ``TokenSource``: a failed request raises ``EngineError`` with the reason."""
+    """The engine of one call as ``TokenSource``: a failed request raises ``EngineError`` with the reason.
+
+    A failure by the request's own options passes, and becomes a ``UserError``.
+    """
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -171,19 +185,19 @@ class Engine:
         outputs = cast(AsyncGenerator[TokenOutput, None], self._client.generate(request))
         async with aclosing(outputs):
             async for output in outputs:
-                if output.finish_reason is FinishReason.ERROR:
+                if output.finish_reason is FinishReason.ERROR and output.error not in OWN_FAILURES:
                     raise EngineError(output.error or "the engine failed a request")
                 yield output
 
 
 class Unobserved:
-    """An observer without metrics (``generation.Observer``), of one choice and of all."""
+    """An observer without metrics (``generation.Observer``), and that of a choice."""
 
     def __init__(self) -> None:
         self.num_tokens = self.num_preemptions = 0
 
     def sequence(self, request: EngineRequest, n: int) -> Unobserved:
-        return self
+        return Unobserved()
 
     def first_token(self, first: FirstToken) -> None: ...
 

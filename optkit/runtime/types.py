@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 QUEUE_TIMEOUT = "the request waited too long for its turn"
 PENDING = -1  # stands in a request for a token that the device is still computing (optkit.runtime.overlap)
 CONSTRAINT_FAILED = "the constraint is too complex or allows no further token"
+NO_TOKEN_LEFT = "constraint, bad_words, min_tokens and allowed tokens together exclude every next token"
 NO_SLOT = -1
 NO_BLOCK = -1  # stands in a block table for a block that was given back
 ALL_TOKENS = 1 << 62  # more than any request has

@@ -15,7 +15,7 @@ Ids equal the ids of ``AutoTokenizer`` for models with a complete ``tokenizer.js
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -107,9 +107,19 @@ class Tokenizer:
         found = [self.encode(text, add_special_tokens=False) for text in (word, f" {word.lstrip()}")]
         return [tuple(ids) for i, ids in enumerate(found) if ids and ids not in found[:i]]
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """A new incremental decoder."""
-        return Detokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens))
+    def detokenizer(self, skip_special_tokens: bool = True, shown: Collection[int] = ()) -> Detokenizer:
+        """A new incremental decoder; of special tokens to skip, those in ``shown`` have their text all the same."""
+        if not (skip_special_tokens and shown):
+            return Detokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens))
+        hidden = self.token_texts.special.difference(shown)
+        return Detokenizer(
+            lambda ids: self.decode([i for i in ids if i not in hidden], skip_special_tokens=False)
+        )
+
+    def special_ids(self, names: Iterable[str]) -> frozenset[int]:
+        """The special tokens among ``names``."""
+        found = map(self.token_id, names)
+        return frozenset(i for i in found if i is not None and i in self.token_texts.special)
 
 
 # -- reading the directory --------------------------------------------------------------------------

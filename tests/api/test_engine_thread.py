@@ -12,9 +12,12 @@ import psutil
 import pytest
 
 from optkit.api.engine_thread import EngineThread
+from optkit.api.llm import end
 from optkit.errors import EngineError, UserError
 from optkit.recipe.engine_options import EngineOptions
+from optkit.serve.constraints.checker import ConstraintChecker
 from tests.support.engine_process import FACTORY, PATIENCE, request
+from tests.support.tiny_tokenizer import tiny_tokenizer
 
 
 @pytest.fixture
@@ -95,6 +98,40 @@ def test_close_ends_the_process_and_waiting_calls(engine: EngineThread) -> None:
         engine.run(asyncio.sleep(0))
     with pytest.raises(EngineError, match="closed"):
         _ = engine.client
+
+
+def test_close_ends_an_iterator_by_an_error(engine: EngineThread) -> None:
+    async def numbers() -> AsyncIterator[int]:
+        for number in range(10_000_000):
+            yield number
+            await asyncio.sleep(0)
+
+    start(engine)
+    found = engine.iterate(numbers)
+    next(found)
+    engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        list(found)
+
+
+def test_calls_on_the_loop_are_refused_and_the_collector_may_close_there(engine: EngineThread) -> None:
+    """A wait of the loop for itself has no end."""
+    pid = start(engine)
+
+    async def call() -> None:
+        assert engine.is_current_thread
+        with pytest.raises(EngineError, match="progress callback"):
+            engine.run(asyncio.sleep(0))
+        with pytest.raises(EngineError, match="progress callback"):
+            next(engine.iterate(lambda: outputs()))
+        end(engine, ConstraintChecker(tiny_tokenizer()))
+
+    async def outputs() -> AsyncIterator[int]:
+        yield 1
+
+    engine.run(call())
+    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=PATIENCE)
+    assert not psutil.pid_exists(pid)
 
 
 def test_a_process_that_never_loaded_is_ended(engine: EngineThread) -> None:

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from optkit.api.inputs import TRANSPORT, as_conversations, as_json, as_prompts, known_options, sizes
+from optkit.api.inputs import (
+    TRANSPORT,
+    as_conversations,
+    as_json,
+    as_prompts,
+    check_texts,
+    known_options,
+    sizes,
+)
 from optkit.errors import UserError
 from optkit.serve.openai.protocol import ChatRequest, CompletionRequest
 
@@ -45,6 +53,22 @@ def test_as_conversations_tells_one_from_several(given: Any, expected: Any) -> N
 def test_as_conversations_refuses_anything_else(given: Any) -> None:
     with pytest.raises(UserError):
         as_conversations(given)
+
+
+@pytest.mark.parametrize(
+    "given", [b"hi", bytearray(b"hi"), [b"hi"], None, [[b"hi"]], "\ud800", ["a", "\ud800"]]
+)
+def test_as_prompts_takes_no_bytes_and_no_broken_text(given: Any) -> None:
+    with pytest.raises(UserError):
+        as_prompts(given)
+
+
+@pytest.mark.parametrize("value", ["\ud800", ["a", "b\udc00"], {"a": [{"b": "\ud800"}]}, {"\ud800": 1}])
+def test_half_a_surrogate_pair_is_refused_at_any_depth(value: Any) -> None:
+    check_texts(["\U0001f600", {"a": [1, None, "b"]}, [1, 2]], "x")
+    with pytest.raises(UserError, match="surrogate") as error:
+        check_texts(value, "messages")
+    assert error.value.where == "messages"
 
 
 def test_as_json_has_the_types_of_json() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -17,6 +19,7 @@ import torch
 import optkit
 from optkit.api.optimize import OptimizeResult
 from optkit.api.progress import ProgressEvent
+from optkit.serve.openai.defaults import SamplingDefaults
 from tests.support.tiny_tokenizer import TEMPLATE, fast_tokenizer
 
 PROMPTS = ["hello there", "the cat sat on the mat", "How are you doing today? The end"]
@@ -139,6 +142,45 @@ def test_options_are_those_of_the_http_api(llm: optkit.LLM) -> None:
     assert set(llm.generate("a", max_tokens=3, logit_bias={token: 100}, **GREEDY).token_ids) == {token}
 
 
+def test_beam_search_gives_the_beams_of_transformers(llm: optkit.LLM, reference: Any) -> None:
+    ids = encoded(PROMPTS[0])
+    with torch.no_grad():
+        out = reference.generate(
+            torch.tensor([ids]),
+            max_new_tokens=8,
+            num_beams=3,
+            num_return_sequences=3,
+            do_sample=False,
+            eos_token_id=None,
+        )
+    options: dict[str, Any] = {"use_beam_search": True, "n": 3, "max_tokens": 8, "ignore_eos": True}
+    found = llm.generate(PROMPTS[0], **options).choices
+    assert [list(choice.token_ids) for choice in found] == out[:, len(ids) :].tolist()
+    pieces = list(llm.stream(PROMPTS[0], **options))
+    assert [piece.token_ids for piece in pieces] == [choice.token_ids for choice in found]
+
+
+def test_best_of_returns_the_likeliest_answers(llm: optkit.LLM) -> None:
+    options: dict[str, Any] = {"max_tokens": 6, "temperature": 1.0, "seed": 7, "ignore_eos": True}
+    every = llm.generate(PROMPTS[0], n=5, logprobs=0, **options).choices
+    ranked = sorted(
+        every, key=lambda choice: sum(score.logprob or 0 for score in choice.logprobs), reverse=True
+    )
+    found = llm.generate(PROMPTS[0], n=2, best_of=5, **options).choices
+    assert [choice.token_ids for choice in found] == [choice.token_ids for choice in ranked[:2]]
+    assert not found[0].logprobs  # nobody asked for them
+    with pytest.raises(optkit.UserError, match="best_of"):
+        llm.stream(PROMPTS[0], best_of=5)
+
+
+def test_a_callback_that_calls_its_own_model_is_refused_and_waits_for_nothing(llm: optkit.LLM) -> None:
+    def again(_event: ProgressEvent) -> None:
+        llm.generate("a", max_tokens=1)
+
+    with pytest.raises(optkit.EngineError, match="progress callback"):
+        llm.generate("a", max_tokens=1, progress=again)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -173,6 +215,9 @@ def test_no_prompts_give_no_answers_and_wrong_ones_are_named(llm: optkit.LLM) ->
     assert llm.generate([]) == [] and llm.logprobs([]) == []
     with pytest.raises(optkit.UserError, match="the prompt is empty"):
         llm.generate(["fine", ""])
+    for call in (llm.generate, llm.chat, llm.logprobs):
+        with pytest.raises(optkit.UserError, match="surrogate"):
+            call("a\ud800")
     with pytest.raises(optkit.UserError, match="role"):
         llm.chat([{"role": "nobody", "content": "x"}])
 
@@ -205,15 +250,45 @@ def test_pictures_of_results_are_escaped_tables(llm: optkit.LLM) -> None:
 
 
 def test_a_closed_model_has_no_process_and_answers_nothing(result: OptimizeResult) -> None:
-    llm = result.load(max_num_seqs=2)
+    defaults = SamplingDefaults(temperature=0, max_new_tokens=3)
+    with pytest.MonkeyPatch.context() as patch:  # the model's own file has none
+        patch.setattr("optkit.api.llm.read_defaults", lambda directory: defaults)
+        llm = result.load(max_num_seqs=2)
     assert llm.info.config.max_num_seqs == 2
+    assert len(llm.generate("a").token_ids) == 3
+    stream = llm.stream("a", max_tokens=900, ignore_eos=True)
+    next(stream)
     pid = llm.info.pid
     llm.close()
     llm.close()
     assert not psutil.pid_exists(pid)
+    with pytest.raises(optkit.EngineError):  # a stream that was cut does not look like a whole one
+        list(stream)
     for call in (lambda: llm.generate("a"), lambda: next(llm.stream("a"))):
         with pytest.raises(optkit.EngineError, match="closed"):
             call()
+
+
+FORGETFUL = """
+import sys, optkit
+llm = optkit.load(sys.argv[1])
+print(llm.generate("a", max_tokens=4, guided_regex="[ab]{2}", seed=1).text)
+stream = llm.stream("a", max_tokens=900)
+next(stream)
+"""
+
+
+def test_a_program_that_forgets_to_close_ends_quietly_and_leaves_no_process(result: OptimizeResult) -> None:
+    pytest.importorskip("llguidance")
+    command = [sys.executable, "-c", FORGETFUL, str(result.artifact)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        assert len(program.stdout.readline().strip()) == 2
+        processes = psutil.Process(program.pid).children(recursive=True)
+        out, errors = program.communicate(timeout=60)
+    assert (program.returncode, out, errors) == (0, "", "")
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not alive
 
 
 def test_a_dead_engine_is_an_error_of_the_call(result: OptimizeResult) -> None:
@@ -233,6 +308,7 @@ def test_a_dead_engine_is_an_error_of_the_call(result: OptimizeResult) -> None:
         ({"max_num_seq": 2}, "did you mean 'max_num_seqs'"),
         ({"kv_cache_bytes": "1 elephant"}, "kv_cache_bytes: a size is a number of bytes"),
         ({"max_model_len": 4096}, "the model's context is 1024 tokens"),
+        ({"generation_config": "non"}, "did you mean 'none'"),
     ],
 )
 def test_load_refuses_wrong_options(result: OptimizeResult, options: dict[str, Any], message: str) -> None:

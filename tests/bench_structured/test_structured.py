@@ -10,8 +10,9 @@ import jsonschema
 import pytest
 
 from bench.structured import __main__ as command
-from bench.structured import speed, validity
+from bench.structured import calls, speed, suite, validity
 from bench.structured.schemas import SCHEMAS
+from optkit.api.results import Choice, Completion, Completions, ToolCall
 from optkit.runtime.types import FinishReason
 from tests.support.fakes import fake_engine
 from tests.support.tiny_tokenizer import tiny_tokenizer
@@ -64,13 +65,70 @@ def test_the_command_measures_and_saves(
     few: dict[str, Any] = {name: SCHEMAS[name] for name in ("flag", "percent", "constant")}
     monkeypatch.setattr(speed, "SCHEMAS", few)
     monkeypatch.setattr(validity, "SCHEMAS", few)
+    drafts = tmp_path / "suite" / "draft7"
+    drafts.mkdir(parents=True)
+    monkeypatch.setattr(suite, "DRAFTS", {"draft7": suite.DRAFTS["draft7"]})
+    instances = [{"data": 7, "valid": True}, {"data": "x", "valid": False}]
+    listed = [{"schema": {"enum": [7]}, "tests": instances}, {"schema": {"not": {}}, "tests": instances}]
+    (drafts / "some.json").write_text(json.dumps([*listed, {"schema": True, "tests": []}]))
+    monkeypatch.setattr(command.optkit, "load", lambda artifact, **options: Called())
     monkeypatch.setattr(speed, "HOSTILE", {"multiples": speed.HOSTILE["multiples of a million"]})
     monkeypatch.setattr(command, "MOST", {"invalid": 0})
     monkeypatch.setattr(command, "LEAST", {"forced: gain": 1e9})
     saved = tmp_path / "result.json"
-    argv = ["artifact", "--answers", "6", "--rounds", "1", "--save-result", str(saved)]
-    assert command.main(argv) == 1
+    argv = ["artifact", "--answers", "6", "--rounds", "1", "--save-result", str(saved), "--calls", "20"]
+    assert command.main([*argv, "--suite", str(tmp_path / "suite")]) == 1
     result = json.loads(saved.read_text())
     assert result["missed"] == ["forced: gain"] and "MISSED" in capsys.readouterr().out
     assert result["valid"] == 6 and result["masks"] > 0 and result["hostile"]["multiples"] > 10
     assert result["8 clients: TPOT ratio"] > 0 and result["forced: tokens/s"] > 0
+    assert [result[f"suite: {name}"] for name in ("schemas", "supported", "instances", "accepted")] == [
+        2,
+        1,
+        2,
+        1,
+    ]
+    assert result["suite: answers valid"] == 1 and result["suite: wrongly accepted"] == 0
+    assert result["neighbours: compared tokens"] > 100 and result["neighbours: changed answers"] == 0
+    assert (result["calls: answers"], result["calls: calls"], result["calls: invalid"]) == (20, 20, 0)
+
+
+class Called:
+    """A model whose every answer is a call of the last tool, with arguments that the benchmark's schemas allow."""
+
+    def __enter__(self) -> Called:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def chat(self, conversations: list[Any], tools: list[Any], **options: Any) -> Completions:
+        arguments = {
+            "get_weather": '{"city": "Oslo", "unit": "celsius"}',
+            "search": '{"query": "", "limit": 9}',
+        }
+        name = tools[-1]["function"]["name"]
+        return Completions(
+            [Completion("", (), (answer(ToolCall("c", name, arguments[name])),)) for _ in conversations]
+        )
+
+
+def answer(*made: ToolCall, text: str = "", reason: str = "tool_calls") -> Choice:
+    return Choice(text, (), reason, (), "", made)
+
+
+def test_calls_are_judged_by_name_number_text_and_schema() -> None:
+    good, bad = ToolCall("c", "now", "{}"), ToolCall("c", "now", '{"zone": 1}')
+    cut = ToolCall("c", "now", "{")
+    assert calls.problem_of(answer(good, good), ["now"], several=True) is None
+    assert calls.problem_of(answer(good, cut, reason="length"), ["now"], several=True) is None
+    for choice, allowed, several in (
+        (answer(good), ["search"], True),
+        (answer(good, good), ["now"], False),
+        (answer(), ["now"], True),
+        (answer(good, text="Well"), ["now"], True),
+        (answer(cut), ["now"], True),
+        (answer(cut, good, reason="length"), ["now"], True),
+        (answer(ToolCall("c", "add", '{"x": 1}')), ["add"], True),
+    ):
+        assert calls.problem_of(choice, allowed, several) is not None
+    assert calls.problem_of(answer(bad), ["now"], several=True) is None  # a schema without properties is open

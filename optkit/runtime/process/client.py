@@ -26,12 +26,14 @@ from optkit.recipe.engine_options import EngineOptions
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.pooling import Pooling
 from optkit.runtime.process import ipc
-from optkit.runtime.process.launch import DEFAULT_FACTORY, Launched, end_process, launch
+from optkit.runtime.process.launch import DEFAULT_FACTORY, Launched, launch
 from optkit.runtime.types import EngineRequest, EngineStats, FinishReason, TokenOutput
 
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 1.0
+POLL_SECONDS = 0.005
+STOP_SECONDS = 2.0  # each for leaving by itself and for SIGTERM; then SIGKILL
 ENGINE_DIED = "the engine died"
 ENGINE_GONE = "the engine died before it began the request"
 ENGINE_STOPPED = "the engine was stopped"
@@ -225,7 +227,7 @@ class EngineClient:
             return
         self._stopping = True
         self._post(ipc.Shutdown())
-        await asyncio.to_thread(end_process, self._process)
+        await end_process(self._process)
         if self._ticking is not None:
             self._ticking.cancel()
         if self._reading is not None:
@@ -239,7 +241,7 @@ class EngineClient:
         try:
             message = await self._receive(reader)
         except (EOFError, ConnectionError):
-            code = await asyncio.to_thread(end_process, self._process)
+            code = await end_process(self._process)
             raise EngineDied(f"the engine process ended with code {code} while it was loading") from None
         match message:
             case ipc.Ready(info):
@@ -324,3 +326,20 @@ class EngineClient:
 
 def _ignore(casualties: Sequence[Casualty]) -> None:
     """The default of ``EngineClient.on_death``."""
+
+
+async def end_process(process: subprocess.Popen[bytes] | None) -> int | None:
+    """Wait for the process, then SIGTERM, then SIGKILL; returns the exit code after 4 seconds and a kill at most.
+
+    Asks again and again in place of a thread that waits: an interpreter that ends starts no thread any more.
+    """
+    if process is None:
+        return None
+    for insist in (process.terminate, process.kill):
+        end = time.monotonic() + STOP_SECONDS
+        while process.poll() is None and time.monotonic() < end:
+            await asyncio.sleep(POLL_SECONDS)
+        if process.poll() is not None:
+            break
+        insist()
+    return process.wait()

@@ -13,7 +13,6 @@ import sys
 from types import TracebackType
 
 DEFAULT_FACTORY = "optkit.runtime.factory:load_engine"
-STOP_SECONDS = 2.0  # each for leaving by itself and for SIGTERM; then SIGKILL
 
 
 class Launched:
@@ -60,15 +59,3 @@ def launch(factory: str = DEFAULT_FACTORY) -> Launched:
     with theirs:
         fd = theirs.fileno()
         return Launched(subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL, stdout=2), ours)
-
-
-def end_process(process: subprocess.Popen[bytes] | None) -> int | None:
-    """Wait for the process, then SIGTERM, then SIGKILL; returns the exit code. Blocks at most 4 seconds and a kill."""
-    if process is None:
-        return None
-    for insist in (process.terminate, process.kill):
-        try:
-            return process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            insist()
-    return process.wait()

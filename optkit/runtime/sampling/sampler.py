@@ -18,7 +18,8 @@ by rounding, and where tokens tie at the edge of ``top_p``: torch keeps the firs
 
 The tokens that a constraint allows are a mask of bits. The native sampler reads it; torch gets -infinity for the rest.
 
-A NaN or an exception in a row is the ``Failure`` of the row's request; the rest are not affected.
+A NaN, an exception, or the exclusion of all tokens in a row is the ``Failure`` of the row's request; the rest are not
+affected.
 """
 
 from __future__ import annotations
@@ -36,7 +37,14 @@ from torch import Tensor
 
 from optkit.kernels.cpu import native, sampling
 from optkit.runtime.sampling.threads import one_thread
-from optkit.runtime.types import CONSTRAINT_FAILED, ConstraintFailed, Failure, Request, SamplingParams
+from optkit.runtime.types import (
+    CONSTRAINT_FAILED,
+    NO_TOKEN_LEFT,
+    ConstraintFailed,
+    Failure,
+    Request,
+    SamplingParams,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +57,7 @@ TOP_P_GUESS = (
 BAD_LOGITS = Failure("the model produced invalid numbers for this request")
 BAD_ROW = Failure("sampling failed for this request")
 OUTSIDE_CONSTRAINT = Failure(CONSTRAINT_FAILED)
+NONE_LEFT = Failure(NO_TOKEN_LEFT)
 NATIVE_FAILURES: dict[int, int | Failure] = {
     sampling.BAD_LOGITS: BAD_LOGITS,
     sampling.BAD_PARAMETERS: BAD_ROW,
@@ -76,10 +85,20 @@ def sample_natively(logits: Tensor, requests: Sequence[Request]) -> list[int | F
     prepared = [guarded(native_row, row, request) for row, request in zip(logits, requests, strict=True)]
     rows = [row[0] for row in prepared if not isinstance(row, Failure)]
     found = iter(sampling.choose(rows, logits.shape[1]))
-    return [
+    tokens = [
         row if isinstance(row, Failure) else NATIVE_FAILURES.get(token := next(found), token)
         for row in prepared
     ]
+    return [
+        no_token(logits[row], requests[row]) if token is BAD_LOGITS else token
+        for row, token in enumerate(tokens)
+    ]
+
+
+def no_token(logits: Tensor, request: Request) -> Failure:
+    """The reason of a row without a token: the model's logits [V], or the request's own exclusions."""
+    excludes = request.matcher is not None or is_steered(request)
+    return NONE_LEFT if excludes and torch.isfinite(logits.max()) else BAD_LOGITS
 
 
 def native_row(logits: Tensor, request: Request) -> tuple[bytes, Tensor, np.ndarray | None]:
@@ -139,10 +158,10 @@ def guarded(work: Callable[[Tensor, Request], T], row: Tensor, request: Request)
 
 def sample_row(logits: Tensor, request: Request) -> int | Failure:
     """A token from ``logits`` [V] by the request's own parameters, by torch."""
-    p = request.sampling
+    p, given = request.sampling, logits
     logits = keep_allowed(steer(logits, request), request)
     if not torch.isfinite(logits.max()):
-        return BAD_LOGITS
+        return no_token(given, request)
     if p.temperature < GREEDY_BELOW:
         return int(logits.argmax())
     return draw(distribution(logits, p), uniform(p.seed, request.num_output))

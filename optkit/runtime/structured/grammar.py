@@ -9,6 +9,7 @@ mask, the number of lexer states bounds the memory of a sequence. The time of co
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -22,8 +23,11 @@ MAX_ERROR_CHARS = 300
 STEP_LEXER_FUEL = 60_000  # about 4 ms of a mask; llguidance's own default is 200,000
 STEP_MAX_ITEMS = 20_000  # about 1 ms; by default 50,000
 MAX_LEXER_STATES = 20_000  # up to 2 kB each; by default 250,000
+OVERLAPPING = re.compile(r"oneOf constraints are not supported\. Enable.*")
+NO_OVERLAP = "oneOf is supported only where its schemas exclude each other; anyOf has no such rule"
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 ANY_TEXT = r"/(.|\n)*/"
+NOTHING_FITS = "NoExtension"  # in llguidance's reason of a stop
 
 
 def vocabulary(tokenizer_json: str, vocab_size: int) -> LLTokenizer:
@@ -90,7 +94,10 @@ def rehearse(matcher: LLMatcher) -> None:
     if not matcher.is_stopped():
         matcher.compute_bitmask()
     if matcher.is_error():
-        raise ConstraintFailed(f"its first tokens are too complex: {shortened(matcher.get_error())}")
+        reason = shortened(matcher.get_error())
+        if NOTHING_FITS in reason:
+            raise ConstraintFailed("no finite text satisfies it")
+        raise ConstraintFailed(f"its first tokens are too complex: {reason}")
 
 
 def in_lark(constraint: Constraint) -> Constraint:
@@ -170,4 +177,5 @@ def _quoted(text: str) -> str:
 def shortened(error: object) -> str:
     """The message of ``error`` on a single line, without the indented pictures of the wrong place, for the client."""
     lines = [line.strip() for line in str(error).splitlines() if line and not line.startswith(" ")]
-    return " ".join(lines)[:MAX_ERROR_CHARS]
+    text = OVERLAPPING.sub(NO_OVERLAP, " ".join(lines))
+    return text.removesuffix("<non-verbose/>").rstrip()[:MAX_ERROR_CHARS]

@@ -6,7 +6,6 @@ As in OpenAI's streams no event is sent before the first token.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ import msgspec
 from optkit.runtime.types import FinishReason, FirstToken
 from optkit.serve.anthropic.protocol import PARAMS
 from optkit.serve.http.errors import ApiError
+from optkit.serve.http.json_body import BadJson, object_in
 from optkit.serve.openai.answers import ResponseHead, ResponseParts, cached_tokens
 from optkit.serve.openai.generation import Delta, parts_of
 from optkit.serve.tools.parts import Part, joined
@@ -139,12 +139,11 @@ def block(part: Part) -> dict[str, Any]:
 
 
 def arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call; any text but a JSON object is wrapped in an object."""
+    """The arguments of a call; any text but a JSON object that every reader takes is wrapped in an object."""
     try:
-        value = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {INVALID_JSON: text}
+        return object_in(text or "{}", repeats=True)
+    except BadJson:
+        return {INVALID_JSON: text}
 
 
 def stop_reason(delta: Delta, max_tokens: int) -> str | None:

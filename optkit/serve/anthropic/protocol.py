@@ -157,5 +157,5 @@ def _parse(kind: type[CountTokensRequest], body: bytes) -> ChatRequest:
     try:
         return request_from(ChatRequest, request.chat_fields()).filling_context()
     except ApiError as error:
-        error.param = PARAMS.get(error.param or "", error.param)
+        error.rename(PARAMS)
         raise

@@ -29,13 +29,26 @@ log = logging.getLogger("optkit.serve")
 MAX_KEPT, MAX_KEPT_CHARS = 512, 8 * 2**20
 MAX_CHARS = 128 * 2**10  # of a constraint
 UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[([^\]]*)\]")
+AT_LINE = re.compile(r"at (\d+)\(\d+\): failed to compile JSON schema: ")
+
+
+class Origin(NamedTuple):
+    """The field with a schema inside of a grammar, and the name of the tool if the schema is of a tool."""
+
+    param: str
+    function: str = ""
 
 
 class NamedConstraint(NamedTuple):
-    """A constraint, and the name of the request's field."""
+    """A constraint, and the name of the request's field.
+
+    Attributes:
+        origins: of schemas inside of a grammar, by line, which counts from 1.
+    """
 
     constraint: Constraint
     param: str
+    origins: tuple[tuple[int, Origin], ...] = ()
 
 
 class ConstraintChecker:
@@ -55,7 +68,7 @@ class ConstraintChecker:
         """
         if named is None:
             return None
-        constraint, param = named
+        constraint, param = named.constraint, named.param
         try:
             need_extra("structured", FEATURE)
         except UserError as error:
@@ -75,12 +88,16 @@ class ConstraintChecker:
         return verdict.constraint
 
     async def close(self) -> None:
+        """As ``end``, beside the event loop."""
+        await asyncio.to_thread(self.end)
+
+    def end(self) -> None:
         """End the process; a later constraint starts another."""
         with self._lock:
             process, self._process = self._process, None
             self._verdicts.clear()
         if process is not None:
-            await asyncio.to_thread(process.close)
+            process.close()
 
     def _verdict(self, constraint: Constraint) -> Future[Verdict]:
         """The verdict, found once for all requests with the constraint."""
@@ -100,8 +117,15 @@ class ConstraintChecker:
 
 def _wrong(named: NamedConstraint, reason: str) -> ApiError:
     """The 400 for a refused constraint."""
-    if found := UNIMPLEMENTED.search(reason):
-        reason = f"the schema has keywords that are not supported: {found[1].replace(chr(34), '')}"
-    is_schema = named.constraint.kind == "json_schema"
+    is_schema, origin = named.constraint.kind == "json_schema", Origin(named.param)
+    if at := AT_LINE.match(reason):
+        found = dict(named.origins).get(int(at[1]))
+        if found is not None:
+            is_schema, origin, reason = True, found, reason[at.end() :]
+    if missing := UNIMPLEMENTED.search(reason):
+        reason = f"the schema has keywords that are not supported: {missing[1].replace(chr(34), '')}"
+    if origin.function:
+        message = f"Invalid schema for function '{origin.function}': {printable(reason)}"
+        return ApiError(message, param=origin.param, code="invalid_function_parameters")
     code = "invalid_json_schema" if is_schema else "invalid_value"
-    return ApiError(f"'{named.param}': {printable(reason)}", param=named.param, code=code)
+    return ApiError(f"'{origin.param}': {printable(reason)}", param=origin.param, code=code)

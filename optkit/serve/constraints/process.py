@@ -56,7 +56,10 @@ class CompilerProcess:
             self._is_closed = True
             if self._process is not None:
                 self._process.kill()
-        self._thread.submit(self._end)
+        try:
+            self._thread.submit(self._end)
+        except RuntimeError:  # the interpreter ends, and the thread has ended before
+            self._end()
         self._thread.shutdown()
 
     def _answer(self, constraint: Constraint, future: Future[Verdict]) -> None:
@@ -91,7 +94,7 @@ class CompilerProcess:
             self.pid = self._process.pid
 
     def _end(self) -> None:
-        """End the process; on the thread alone, for no other may close a pipe in use."""
+        """End the process; on the thread alone, as long as there is one: no other may close a pipe in use."""
         with self._lock:
             process, self._process = self._process, None
         if process is None:

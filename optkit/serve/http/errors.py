@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections.abc import Mapping
 
 import msgspec
 
@@ -48,6 +49,12 @@ class ApiError(Exception):
         super().__init__(message)
         self.message, self.param, self.code = message, param, code
         self.status, self.retry_after = status, retry_after
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Give the wrong field the name in ``names``, where an endpoint has another name for the field."""
+        if self.param in names:
+            old, self.param = self.param, names[self.param]
+            self.message = self.message.replace(f"'{old}", f"'{self.param}")
 
     def body(self) -> bytes:
         """The JSON error body, in OpenAI's shape."""

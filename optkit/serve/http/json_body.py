@@ -24,31 +24,52 @@ def parse_object(body: bytes) -> dict[str, Any]:
         ApiError: 400 with the reason.
     """
     try:
-        text = body.decode("utf-8")
-        data = json.loads(text, object_pairs_hook=_unique, parse_constant=_constant)
+        return object_in(body.decode("utf-8"))
     except UnicodeDecodeError:
-        raise _bad("the request body is not UTF-8") from None
+        raise _bad("is not UTF-8") from None
+    except BadJson as error:
+        raise _bad(str(error)) from None
+
+
+def object_in(text: str, repeats: bool = False) -> dict[str, Any]:
+    """A JSON object as ``parse_object`` reads it: also for JSON in the strings of a body, and for that of a model.
+
+    Args:
+        repeats: a key may come twice, and the last value counts. Models write such objects, and no second reader
+            stands in front.
+
+    Raises:
+        BadJson: with the reason, a phrase behind the name of the text.
+    """
+    try:
+        data = json.loads(text, object_pairs_hook=None if repeats else _unique, parse_constant=_constant)
+    except BadJson:
+        raise
     except (ValueError, RecursionError):
-        raise _bad("the request body is not valid JSON") from None
+        raise BadJson("is not valid JSON") from None
     if not isinstance(data, dict):
-        raise _bad("the request body must be a JSON object")
+        raise BadJson("must be a JSON object")
     _check(data, 0, "\\u" in text)
     return data
 
 
-def _bad(message: str) -> ApiError:
-    return ApiError(message, code="invalid_json")
+class BadJson(ValueError):
+    """A text is no JSON object, or holds what strict JSON can't carry."""
+
+
+def _bad(reason: str) -> ApiError:
+    return ApiError(f"the request body {reason}", code="invalid_json")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     data = dict(pairs)
     if len(data) != len(pairs):
-        raise _bad("the request body has a duplicate key")
+        raise BadJson("has a duplicate key")
     return data
 
 
 def _constant(name: str) -> None:
-    raise _bad(f"{name} is not JSON")
+    raise BadJson(f"has {name}, which is not JSON")
 
 
 def _check(value: Any, depth: int, escaped: bool) -> None:
@@ -59,12 +80,12 @@ def _check(value: Any, depth: int, escaped: bool) -> None:
             surrogates, and the parser refuses control characters.
     """
     if depth > MAX_DEPTH:
-        raise _bad(f"the request body is nested deeper than {MAX_DEPTH}")
+        raise BadJson(f"is nested deeper than {MAX_DEPTH}")
     if isinstance(value, str):
         if escaped:
             _check_text(value)
     elif isinstance(value, float) and not math.isfinite(value):
-        raise _bad("a number is out of range")
+        raise BadJson("has a number out of range")
     elif isinstance(value, dict):
         for key, item in value.items():
             if escaped:
@@ -77,8 +98,8 @@ def _check(value: Any, depth: int, escaped: bool) -> None:
 
 def _check_text(text: str) -> None:
     if "\0" in text:
-        raise _bad("a string contains NUL")
+        raise BadJson("has a string with NUL")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise _bad("a string contains a lone surrogate") from None
+        raise BadJson("has a string with a lone surrogate") from None

@@ -18,6 +18,7 @@ import msgspec
 from optkit.runtime.process.client import ENGINE_DIED, ENGINE_GONE, ENGINE_STOPPED
 from optkit.runtime.types import (
     CONSTRAINT_FAILED,
+    NO_TOKEN_LEFT,
     QUEUE_TIMEOUT,
     EngineRequest,
     FinishReason,
@@ -30,11 +31,15 @@ from optkit.serve.http.errors import ApiError, internal_error
 from optkit.serve.openai.jobs import ChoiceJob
 from optkit.serve.quarantine import QUARANTINED
 from optkit.serve.tools.message import MessageParser
-from optkit.serve.tools.parts import Part, joined, text_of
+from optkit.serve.tools.parts import Kind, Part, joined, text_of
 from optkit.text.detokenizer import StopStrings
 from optkit.text.tokenizer import Tokenizer
 
 TTFT_UNREACHABLE = "ttft_slo_unreachable"
+OWN_FAILURES = {
+    CONSTRAINT_FAILED: "constraint_failed",
+    NO_TOKEN_LEFT: "no_token_left",
+}  # of a request, with codes
 
 
 class Delta(NamedTuple):
@@ -102,7 +107,7 @@ async def generate_text(
 
     Raises:
         ApiError: 500 the engine failed this request, 503 the engine died or the wait was too long, 429 the first token
-            would be late, 400 the request is blocked, or its constraint is too complex.
+            would be late, 400 the request is blocked, or its constraint or exclusions allow no token.
     """
     request = job.request
     observed = metrics.sequence(request, job.n)
@@ -131,12 +136,13 @@ class ChoiceStream:
 
     def __init__(self, tokenizer: Tokenizer, job: ChoiceJob) -> None:
         self._job, self._min_tokens = job, job.request.sampling.min_tokens
-        self._detokenizer = tokenizer.detokenizer(job.skip_special)
+        self._detokenizer = tokenizer.detokenizer(job.skip_special, job.tags)
         self._stops = StopStrings(job.stops, job.keep_stop)
         self._echo, self._logprobs = job.echo or "", list[TokenLogprob]()
         self._first: FirstToken | None = None
         self._ids: list[int] = []
-        self._parser, self._num_reasoning = job.parser, 0
+        self._parser, self._num_reasoning, self._num_calls = job.parser, 0, 0
+        self._spoken: Kind = "content"  # kind of the text that the stop strings hold
         if job.request.sampling.prompt_logprobs is not None:
             self._logprobs.append(TokenLogprob(job.request.prompt_ids[0], None))
 
@@ -166,7 +172,7 @@ class ChoiceStream:
             return None
         delta = self._delta(text_of(parts, "content"), observed.num_tokens, finish)
         return delta._replace(
-            parts=tuple(parts), num_calls=self._parser.num_calls, num_reasoning=self._num_reasoning
+            parts=tuple(parts), num_calls=self._num_calls, num_reasoning=self._num_reasoning
         )
 
     def _delta(self, piece: str, num_tokens: int, finish: FinishReason | None) -> Delta:
@@ -178,33 +184,61 @@ class ChoiceStream:
         return Delta(self._job.index, text, num_tokens, finish, logprobs, first, ids, stop=stop)
 
     def _text(self, output: TokenOutput, num_tokens: int) -> tuple[str, FinishReason | None]:
-        piece = self._detokenizer.push(output.token_ids) if output.token_ids else ""
-        if num_tokens >= self._min_tokens:  # before that, a stop string is ordinary text
-            piece = self._stops.push(piece)
+        piece = self._without_stop(self._decode(output), num_tokens)
         if self._stops.matched is not None:
             return piece, FinishReason.STOP
         if output.finish_reason is not None:
             piece += self._stops.flush()
         return piece, output.finish_reason
 
+    def _decode(self, output: TokenOutput) -> str:
+        return self._detokenizer.push(output.token_ids) if output.token_ids else ""
+
+    def _without_stop(self, text: str, num_tokens: int) -> str:
+        """``text`` up to a stop string; before ``min_tokens`` a stop string is ordinary text."""
+        return self._stops.push(text) if num_tokens >= self._min_tokens else text
+
     def _message(
         self, parser: MessageParser, output: TokenOutput, num_tokens: int
     ) -> tuple[list[Part], FinishReason | None]:
         """The parts of ``output``; tokens of the reasoning are counted singly."""
         parts: list[Part] = []
-        piece, finish = "", None
+        finish: FinishReason | None = None
         for single, count in _singles(output, num_tokens) if parser.may_reason else [(output, num_tokens)]:
             self._num_reasoning += parser.is_reasoning and len(single.generated_ids)
-            piece, finish = self._text(single, count)
-            parts += parser.push(piece)
+            read, finish = parser.push(self._decode(single)), single.finish_reason
             if parser.is_done:
                 finish = FinishReason.STOP
             if finish:
-                parts += parser.finish()
+                read += parser.finish()
+            parts += self._up_to_stop(read, count)
+            if self._stops.matched is not None:
+                finish = FinishReason.STOP
+            elif finish:
+                parts += self._held()
+            if finish:
                 break
+        self._num_calls += sum(bool(part.name) for part in parts)
         if self._job.hides_reasoning:
             parts = [part for part in parts if part.kind != "reasoning"]
         return joined(parts), finish
+
+    def _up_to_stop(self, read: list[Part], num_tokens: int) -> Iterator[Part]:
+        """``read`` up to a stop string in the content or the reasoning. The text of a call stops nothing."""
+        for part in read:
+            if part.kind != self._spoken:
+                yield from self._held()
+            if part.kind == "call":
+                yield part
+                continue
+            self._spoken = part.kind
+            yield part._replace(text=self._without_stop(part.text, num_tokens))
+            if self._stops.matched is not None:
+                return
+
+    def _held(self) -> list[Part]:
+        """The text held for the stop strings, as no stop string follows."""
+        return [Part(self._spoken, self._stops.flush())]
 
 
 def _singles(output: TokenOutput, num_tokens: int) -> Iterator[tuple[TokenOutput, int]]:
@@ -227,8 +261,8 @@ def _raise_failure(output: TokenOutput) -> None:
     if output.error == QUARANTINED:
         message = "this request ended the engine twice and is refused for some minutes"
         raise ApiError(message, code="request_quarantined")
-    if output.error == CONSTRAINT_FAILED:
-        raise ApiError(f"the answer can't go on: {CONSTRAINT_FAILED}", code="constraint_failed")
+    if output.error in OWN_FAILURES:
+        raise ApiError(f"the answer can't go on: {output.error}", code=OWN_FAILURES[output.error])
     if output.retry_after is not None:
         message = "the first token would come after the deadline; try again later"
         seconds = max(1, math.ceil(output.retry_after))

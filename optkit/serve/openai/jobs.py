@@ -35,6 +35,7 @@ class Prompt(NamedTuple):
         new_parser: makes the parser of an answer; None for plain text.
         constraint: on the answer.
         bad_words: token ids of forbidden words.
+        tags: special tokens that the parser reads.
     """
 
     ids: tuple[int, ...]
@@ -42,6 +43,7 @@ class Prompt(NamedTuple):
     new_parser: Callable[[], MessageParser | None] = lambda: None
     constraint: Constraint | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    tags: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class ChoiceJob:
         stops: strings at which the text ends.
         keep_stop: the text ends with the stop string.
         skip_special: special tokens have no text.
+        tags: special tokens with a text even so, for the parser.
         echo: the prompt's text when the choice begins with the prompt.
         prompt_only: the request wants no token; the engine generates at least one, which is dropped.
         list_stop_token: a stop token has an entry in the logprobs, though not in the text.
@@ -66,6 +69,7 @@ class ChoiceJob:
     stops: Sequence[str] = ()
     keep_stop: bool = False
     skip_special: bool = True
+    tags: frozenset[int] = frozenset()
     echo: str | None = None
     prompt_only: bool = False
     list_stop_token: bool = False
@@ -110,6 +114,7 @@ def choice_jobs(
             stops=request.stop,
             keep_stop=bool(request.include_stop_str_in_output),
             skip_special=request.skip_special_tokens is not False,
+            tags=prompt.tags,
             echo=prompt.text if request.echoes else None,
             prompt_only=max_tokens == 0,
             list_stop_token=not is_chat or bool(request.return_token_ids),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -15,6 +16,8 @@ from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, Generat
 from optkit.serve.openai.unsupported import HARMLESS, INERT, refuse_unsupported
 
 log = logging.getLogger("optkit.serve")
+
+AS_OBJECT = re.compile(r"Input should be a valid dictionary( or instance of \w+)?")  # pydantic's words
 
 Body = TypeVar("Body", bound=GenerationRequest)
 Model = TypeVar("Model", bound=BaseModel)
@@ -156,8 +159,10 @@ def _explain(error: ValidationError) -> ApiError:
     """The first problem, with the field and the rule and nothing else."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     path = [str(part) for part in first["loc"]]
+    if path[:1] == ["tool_choice"]:
+        del path[1:2]  # pydantic's tag of a union, which no request has
     param = path[0] if path else None
     where = ".".join(path[:4])
-    message = first["msg"].removeprefix("Value error, ")
+    message = AS_OBJECT.sub("must be an object", first["msg"].removeprefix("Value error, "))
     code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
     return ApiError(f"'{printable(where, 100)}': {printable(message, 200)}", param=param, code=code)

@@ -84,6 +84,7 @@ class PromptReader:
         return self._truncated(text, ids, request)._replace(
             new_parser=functools.partial(self.chat.parser, use, text, goes_on),
             constraint=await self.constraints.checked(held),
+            tags=self.tokenizer.special_ids(self.chat.tags(use, goes_on)),
         )
 
     async def chat_ids(self, request: ChatRequest) -> list[int]:

@@ -26,11 +26,11 @@ from optkit.serve.app_state import AppState, mark_complete
 from optkit.serve.http.disconnect import until_disconnect
 from optkit.serve.http.errors import ApiError
 from optkit.serve.openai.answers import AnswerWriter, Endpoint, ResponseHead, ResponseParts
-from optkit.serve.openai.beams import beam_text
-from optkit.serve.openai.generation import TTFT_UNREACHABLE, Delta, collect, generate_text, merge
-from optkit.serve.openai.jobs import ChoiceJob, Sender
+from optkit.serve.openai.generation import TTFT_UNREACHABLE, Delta, collect
+from optkit.serve.openai.jobs import Sender
 from optkit.serve.openai.logprobs import ChatLogprobs, CompletionLogprobs, LogprobFormat
-from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest, first_given
+from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from optkit.serve.openai.sources import deltas_of
 from optkit.serve.shutdown import FINAL_ERROR_TIMEOUT_SECONDS
 from optkit.serve.tracing import SpanRecord
 
@@ -104,9 +104,9 @@ class GenerationResponse(Response):
             self._log()
 
     def _failure(self, error: Exception) -> ApiError:
-        """``error`` as an error for the client, with the endpoint's own name of a wrong field."""
+        """``error`` as an error for the client, with the endpoint's own names of fields."""
         failure = self._state.failure(error)
-        failure.param = self._endpoint.params.get(failure.param or "", failure.param)
+        failure.rename(self._endpoint.params)
         return failure
 
     def _log(self) -> None:
@@ -143,7 +143,8 @@ class GenerationResponse(Response):
             wire.writer = self._endpoint.writer(self._head, parts)
             self._record.num_prompt = sum(map(len, parts.prompts))
             self._record.expect(len(jobs))
-            deltas = merge(self._sources(jobs))
+            tokenizer = state.prompts.tokenizer
+            deltas = deltas_of(request, jobs, state.engine, tokenizer, state.metrics)
             if request.stream:
                 await self._stream(deltas, wire, wire.writer)
             else:
@@ -156,15 +157,6 @@ class GenerationResponse(Response):
         texts, as_ids = self._state.prompts.tokenizer.token_texts, self._request.return_tokens_as_token_ids
         kind = ChatLogprobs if isinstance(self._request, ChatRequest) else CompletionLogprobs
         return kind(texts, bool(as_ids))
-
-    def _sources(self, jobs: list[ChoiceJob]) -> list[AsyncGenerator[Delta, None]]:
-        """The sources of deltas: of each choice, or with beams of all choices of a prompt."""
-        state, request = self._state, self._request
-        parts = state.engine, state.prompts.tokenizer, state.metrics
-        if not request.use_beam_search:
-            return [generate_text(*parts, job) for job in jobs]
-        n, penalty = request.num_choices, first_given(request.length_penalty, 1.0)
-        return [beam_text(*parts, jobs[at : at + n], penalty) for at in range(0, len(jobs), n)]
 
     def _observe(self, delta: Delta) -> None:
         """Count ``delta`` for the log line and the trace."""

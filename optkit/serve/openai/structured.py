@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from optkit.runtime.types import Constraint
 from optkit.serve.constraints.checker import NamedConstraint
 from optkit.serve.http.errors import ApiError, printable, unsupported
+from optkit.serve.http.json_body import BadJson, object_in
 from optkit.serve.openai.strict_schema import strict_violation
 
 MAX_CHOICES = 4096
@@ -82,7 +83,7 @@ def constraint_of(request: Fields) -> NamedConstraint | None:
     if not found:
         return None
     if len(found) > 1:
-        names = " and ".join(f"'{param}'" for _, param in found[:2])
+        names = " and ".join(f"'{named.param}'" for named in found[:2])
         raise ApiError(f"{names} exclude each other", param=found[1].param, code="invalid_value")
     if request.allowed_token_ids:
         message = f"'allowed_token_ids' and '{found[0].param}' exclude each other"
@@ -164,10 +165,7 @@ def _schema(schema: Schema, param: str, whitespace: str = "") -> Constraint:
     """The constraint of a schema, given as an object or as its JSON text."""
     if isinstance(schema, str):
         try:
-            schema = json.loads(schema)
-        except (ValueError, RecursionError):
-            raise ApiError(f"'{param}' is not valid JSON", param=param, code="invalid_json_schema") from None
-        if not isinstance(schema, dict):
-            message = f"'{param}' must be a JSON object"
-            raise ApiError(message, param=param, code="invalid_json_schema")
+            schema = object_in(schema)
+        except BadJson as error:
+            raise ApiError(f"'{param}' {error}", param=param, code="invalid_json_schema") from None
     return Constraint("json_schema", json.dumps(schema, ensure_ascii=False), whitespace=whitespace)

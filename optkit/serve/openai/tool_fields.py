@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
 
 from optkit.serve.http.errors import ApiError, printable
+from optkit.serve.http.json_body import BadJson, object_in
 from optkit.serve.openai.strict_schema import strict_violation
 from optkit.serve.tools.use import Tool, ToolUse
 
@@ -118,16 +118,15 @@ class CalledFunction(BaseModel):
 
     @property
     def parsed_arguments(self) -> Any:
-        """The arguments as an object, for templates; text without a JSON object stays text.
+        """The arguments as an object, for templates; other text stays text.
 
         A model may have written malformed arguments in an earlier turn, and the conversation must be able to go on.
         """
         text = self.arguments or "{}"
         try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
+            return object_in(text, repeats=True)
+        except BadJson:
             return text
-        return value if isinstance(value, dict) else text
 
 
 class CalledTool(BaseModel):

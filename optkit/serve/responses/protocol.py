@@ -227,5 +227,5 @@ def parse_responses(body: bytes) -> tuple[ResponsesRequest, ChatRequest]:
     try:
         return request, request_from(ChatRequest, request.chat_fields())
     except ApiError as error:
-        error.param = PARAMS.get(error.param or "", error.param)
+        error.rename(PARAMS)
         raise

@@ -14,6 +14,8 @@ import enum
 import json
 from collections.abc import Collection
 
+from optkit.untrusted_json import is_text
+
 WHITESPACE = " \t\r\n"
 ARGUMENTS = ("arguments", "parameters")
 KEYS = frozenset(["name", "type", "id", *ARGUMENTS])  # the only keys of a call outside tags
@@ -209,12 +211,12 @@ class CallObject:
 
 
 def _decoded(raw: str) -> str | None:
-    """The text of a JSON string, or None."""
+    """The text of a JSON string, or None. Half a pair of surrogates is no text and becomes U+FFFD."""
     try:
         text: str = json.loads(raw, strict=False)
-        return text
     except ValueError:
         return None
+    return text if is_text(text) else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _is_object(text: str) -> bool:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from optkit.serve.tools.message import MessageParser
 from optkit.serve.tools.parser import CallFormat, ToolCallParser
-from optkit.serve.tools.reasoning import ReasoningParser, leaves_open
+from optkit.serve.tools.reasoning import CLOSE, OPEN, ReasoningParser, leaves_open
 from optkit.serve.tools.use import ToolUse
 from optkit.text.template_traits import TemplateTraits
 
@@ -60,8 +60,13 @@ class ChatFormat:
             goes_on: the answer continues a message of the prompt.
         """
         reasoning = ReasoningParser(leaves_open(prompt)) if self.thinks and not goes_on else None
-        calls = ToolCallParser(self.calls, use.names, use.parallel) if use else None
+        calls = ToolCallParser(self.calls, use.names, use.parallel, required=use.required) if use else None
         return MessageParser(reasoning, calls) if reasoning or calls else None
+
+    def tags(self, use: ToolUse | None, goes_on: bool = False) -> tuple[str, ...]:
+        """The tags for the parser of the same answer. In some vocabularies they are special tokens."""
+        reasoning = (OPEN, CLOSE) if self.thinks and not goes_on else ()
+        return reasoning + ((self.calls.open, self.calls.close) if use and self.calls.open else ())
 
 
 def choose_format(

@@ -15,9 +15,10 @@ from typing import Any
 
 import msgspec
 
+from optkit.runtime.structured.schemas import unenforceable
 from optkit.runtime.types import Constraint
-from optkit.serve.constraints.checker import NamedConstraint
-from optkit.serve.http.errors import ApiError
+from optkit.serve.constraints.checker import NamedConstraint, Origin
+from optkit.serve.http.errors import ApiError, printable
 from optkit.serve.tools.closed_schema import closed
 from optkit.serve.tools.formats import ChatFormat
 from optkit.serve.tools.parser import FENCE, CallFormat
@@ -52,7 +53,12 @@ def message_constraint(
     if given and not use.required:
         rules = _calls_or(given, chat.calls)
     lines = ["%llguidance {}", *_start(thinks, is_open), *rules, *_objects(chat.calls, use)]
-    return NamedConstraint(Constraint("grammar", "\n".join(lines) + "\n", after=after), "tools")
+    at = {line.partition(":")[0]: number for number, line in enumerate(lines, 1)}
+    origins = [(at[f"arguments_{i}"], Origin("tools", tool.name)) for i, tool in enumerate(use.allowed)]
+    if given and "content" in at:
+        origins.append((at["content"], Origin(given.param)))
+    held = Constraint("grammar", "\n".join(lines) + "\n", after=after)
+    return NamedConstraint(held, "tools", tuple(origins))
 
 
 def _behind(given: NamedConstraint | None, after: str) -> NamedConstraint | None:
@@ -64,11 +70,13 @@ def _behind(given: NamedConstraint | None, after: str) -> NamedConstraint | None
 
 def _calls_or(given: NamedConstraint, form: CallFormat) -> list[str]:
     """The rules of an answer of calls, or else of JSON of a schema."""
-    constraint, param = given
+    constraint, param = given.constraint, given.param
     if constraint.kind not in ("json_object", "json_schema"):
         message = f"'{param}' and tools that may be called exclude each other; set 'tool_choice' to 'none'"
         raise ApiError(message, param=param, code="invalid_value")
     schema = json.loads(constraint.value) if constraint.value else dict(ANY_OBJECT)
+    if reason := unenforceable(schema):
+        raise ApiError(f"'{param}': {printable(reason)}", param=param, code="invalid_json_schema")
     style = {"whitespace_pattern": constraint.whitespace} if constraint.whitespace else SPACING
     content = json.dumps({**schema, "x-guidance": style})
     return ['answer: call ("\\n" call)* | content', f"content: %json {content}", _call(form)]

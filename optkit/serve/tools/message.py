@@ -19,11 +19,6 @@ class MessageParser:
         self._reasoning, self._calls = reasoning, calls
 
     @property
-    def num_calls(self) -> int:
-        """Calls so far."""
-        return self._calls.num_calls if self._calls else 0
-
-    @property
     def is_reasoning(self) -> bool:
         """True inside the reasoning."""
         return self._reasoning is not None and self._reasoning.is_reasoning

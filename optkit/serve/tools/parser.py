@@ -56,6 +56,7 @@ class ToolCallParser:
         names: of the tools for calls; an object with another name is content.
         parallel: False ends the answer with the first call.
         new_id: makes the name of a call.
+        required: the answer consists of calls, so the beginning of a call that the end cuts off is no content.
 
     Attributes:
         num_calls: calls so far.
@@ -68,8 +69,10 @@ class ToolCallParser:
         names: Collection[str],
         parallel: bool = True,
         new_id: Callable[[], str] = new_call_id,
+        required: bool = False,
     ) -> None:
         self._form, self._names, self._parallel, self._new_id = form, names, parallel, new_id
+        self._required = required
         self._tagged = bool(form.open)
         self._state = _State.TEXT if self._tagged else _State.START
         self._held = ""  # not known yet to be content
@@ -95,9 +98,10 @@ class ToolCallParser:
 
     def finish(self) -> list[Part]:
         """The held text, after the end of the answer. A call without an end is a call."""
-        if self._state in (_State.START, _State.TEXT, _State.BEFORE_CALL) or (
+        is_open = self._state in (_State.START, _State.TEXT, _State.BEFORE_CALL) or (
             self._state is _State.CALL and not self._call.name
-        ):
+        )
+        if is_open and not self._required:
             self._content(self._held)
         self._held, self.is_done = "", True
         return self._take()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optkit.runtime.process import ipc
-from optkit.runtime.process.launch import end_process, launch
+from optkit.runtime.process.launch import launch
 from tests.support.engine_process import FACTORY, request
 from tests.support.fakes import fake_engine
 
@@ -40,7 +40,8 @@ def test_a_worker_that_is_sent_a_misspelt_option_ends_with_an_error() -> None:
         message = ipc.from_worker.decode(received(sock))
     finally:
         sock.close()
-        end_process(process)
+        process.kill()
+        process.wait()
     assert isinstance(message, ipc.Failed)
     assert "max_num_seq" in message.what
 

@@ -14,6 +14,7 @@ from optkit.runtime.sampling import sampler
 from optkit.runtime.sampling.sampler import (
     BAD_LOGITS,
     BAD_ROW,
+    NONE_LEFT,
     OUTSIDE_CONSTRAINT,
     distribution,
     penalize,
@@ -202,9 +203,16 @@ def test_an_exception_fails_its_row_only() -> None:
     assert second == third == BAD_ROW
 
 
-def test_masking_every_token_is_a_failure_not_a_guess() -> None:
-    request = sequence(min_tokens=1, stop_token_ids=tuple(range(VOCAB)), temperature=0.0)
-    assert sample(random_logits(), [request]) == [BAD_LOGITS]
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_excluding_every_token_is_the_requests_own_failure_and_not_a_guess(temperature: float) -> None:
+    excluding: list[dict[str, object]] = [
+        {"min_tokens": 1, "stop_token_ids": tuple(range(VOCAB))},
+        {"allowed_token_ids": (3,), "bad_words": ((3,),)},
+    ]
+    for params in excluding:
+        request = sequence(temperature=temperature, **params)
+        assert sample(random_logits(), [request]) == [NONE_LEFT]
+        assert sample(torch.full((1, VOCAB), torch.nan), [request]) == [BAD_LOGITS]
 
 
 def test_logit_bias_is_added_before_the_choice() -> None:
@@ -294,4 +302,5 @@ def test_rows_beside_a_constrained_one_keep_their_tokens_and_a_failed_constraint
     alone = sample(logits[[0, 2]], free)
     assert sample(logits, [free[0], failing, free[1]]) == [alone[0], OUTSIDE_CONSTRAINT, alone[1]]
     assert sample(logits, [free[0], constrained([2]), free[1]]) == [alone[0], 2, alone[1]]
-    assert sample(logits[:1], [constrained([])]) == [BAD_LOGITS]
+    assert sample(logits[:1], [constrained([])]) == [NONE_LEFT]
+    assert sample(logits[:1], [constrained([2], bad_words=((2,),))]) == [NONE_LEFT]

@@ -5,11 +5,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
-import tarfile
-from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,51 +12,18 @@ import jsonschema
 import numpy as np
 import pytest
 
+from bench.structured.suite import DRAFTS, cases, download
 from optkit.runtime.structured import grammar
 from optkit.runtime.types import Constraint, ConstraintFailed
 from tests.support.constrained import END, SIZE, decode, encode, vocabulary
 
-DRAFTS = {
-    "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
-    "draft2019-09": "https://json-schema.org/draft/2019-09/schema",
-    "draft7": "http://json-schema.org/draft-07/schema#",
-    "draft6": "http://json-schema.org/draft-06/schema#",
-    "draft4": "http://json-schema.org/draft-04/schema#",
-}
 WALKS, PATIENCE, LIMIT = 4, 40, 400
 
 
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the drafts."""
-    root = tmp_path_factory.mktemp("suite")
-    wanted = f"jsonschema=={metadata.version('jsonschema')}"
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "-q",
-        "--no-deps",
-        "--no-binary",
-        ":all:",
-        "-d",
-        str(root),
-    ]
-    subprocess.run([*pip, wanted], check=True, timeout=600)
-    (archive,) = root.glob("*.tar.gz")
-    with tarfile.open(archive) as tar:
-        tar.extractall(root, filter="data")
-    (found,) = root.glob("jsonschema-*/json/tests")
-    return found
-
-
-def cases(folder: Path, uri: str) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Schema and tests of each case with a schema that is an object and has only ASCII."""
-    for file in sorted(folder.glob("*.json")):
-        for case in json.loads(file.read_text()):
-            if isinstance(case["schema"], dict) and json.dumps(case, ensure_ascii=False).isascii():
-                yield {"$schema": uri, **case["schema"]}, case["tests"]
+    return download(tmp_path_factory.mktemp("suite"))
 
 
 def accepts(start: Any, text: str) -> bool:
@@ -90,7 +52,9 @@ def random_text(start: Any, seed: int) -> str | None:
 def test_supported_part_of_the_suite(draft: str, suite: Path) -> None:
     validators = {uri: jsonschema.validators.validator_for({"$schema": uri}) for uri in DRAFTS.values()}
     supported = accepted = walked = 0
-    for schema, tests in cases(suite / draft, DRAFTS[draft]):
+    for schema, tests in cases(suite, draft):
+        if not json.dumps((schema, tests), ensure_ascii=False).isascii():
+            continue  # the vocabulary has ASCII alone
         try:
             start = grammar.compiled(Constraint("json_schema", json.dumps(schema)), vocabulary())
         except ConstraintFailed:

@@ -94,9 +94,15 @@ def test_events_of_a_call_come_in_anthropic_s_order() -> None:
     assert message.content[1].id.startswith("toolu_")
 
 
-def test_malformed_arguments_are_wrapped_in_a_whole_answer() -> None:
-    message = create('<tool_call>{"name": "get_weather", "arguments": {"city": }}</tool_call>', tools=[TOOL])
-    assert message.content[0].input == {"INVALID_JSON": '{"city": }'}
+@pytest.mark.parametrize("text", ['{"city": }', '{"city": "\\ud83d"}', '{"city": NaN}', '{"city": 1e999}'])
+def test_malformed_arguments_are_wrapped_in_a_whole_answer(text: str) -> None:
+    message = create(f'<tool_call>{{"name": "get_weather", "arguments": {text}}}</tool_call>', tools=[TOOL])
+    assert message.content[0].input == {"INVALID_JSON": text}
+
+
+def test_the_last_value_of_a_repeated_argument_counts() -> None:
+    text = '<tool_call>{"name": "get_weather", "arguments": {"city": "a", "city": "b"}}</tool_call>'
+    assert create(text, tools=[TOOL]).content[0].input == {"city": "b"}
 
 
 def test_failure_inside_a_stream_is_an_event() -> None:

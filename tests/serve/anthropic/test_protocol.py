@@ -149,6 +149,27 @@ def test_wrong_request_is_refused_in_anthropic_s_shape(body: dict[str, Any], wor
     assert word in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"output_config": {"format": {"type": "yaml"}}}, "'output_config.type': Input should be 'text'"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
+            "'output_config': the schema has",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": []}]},
+            "'messages' needs a last message of the assistant",
+        ),
+        ({"tools": [TOOL], "tool_choice": "auto"}, "'tool_choice': must be an object"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "'tool_choice.name': Field required"),
+    ],
+)
+def test_errors_speak_of_anthropic_s_fields_alone(body: dict[str, Any], message: str) -> None:
+    answer = post(tiny_app(template=QWEN), MESSAGES, {**HELLO, **body})
+    assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text
+
+
 def test_other_errors_have_anthropic_s_shape_too() -> None:
     unknown = post(tiny_app(), MESSAGES, {**HELLO, "model": "claude"})
     assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "not_found_error")

@@ -111,6 +111,10 @@ def test_spellings_of_the_same_constraint_are_the_same(kind: type) -> None:
         ({"guided_json": "{"}, "guided_json", "JSON"),
         ({"guided_json": "[1]"}, "guided_json", "object"),
         ({"guided_json": "[" * 100_000}, "guided_json", "JSON"),
+        ({"guided_json": '{"enum": ["\\ud800"]}'}, "guided_json", "surrogate"),
+        ({"guided_json": '{"enum": [NaN]}'}, "guided_json", "NaN"),
+        ({"guided_json": '{"type": "string", "type": "null"}'}, "guided_json", "duplicate"),
+        ({"guided_json": '{"items":' * 100 + "{}" + "}" * 100}, "guided_json", "deeper than 64"),
         ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "guided_json"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "exclude"),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "exclude"),
@@ -187,12 +191,62 @@ def test_a_constraint_that_can_not_be_compiled_is_400_before_the_engine() -> Non
     assert good.json()["choices"][0]["message"]["content"] == "aaa"
 
 
+def test_the_wrong_schema_beside_others_is_named() -> None:
+    """Of many tools one is wrong; or the format of the content beside tools."""
+    good = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    ahead = {"type": "object", "properties": {"b": {"type": "string", "pattern": "^(?!x)"}}}
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": schema}}
+        for name, schema in (("fine", good), ("wrong", ahead), ("late", good))
+    ]
+    least = {"type": "object", "minProperties": 3, "additionalProperties": {"type": "integer"}}
+    loop = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+    for fields, param, code, words in (
+        (
+            {"tools": tools, "tool_choice": "required"},
+            "tools",
+            "invalid_function_parameters",
+            "'wrong': regex",
+        ),
+        (
+            {"tools": tools[:1], "response_format": response_format({"not": {}})},
+            "response_format",
+            "invalid_json_schema",
+            "not supported: not",
+        ),
+        (
+            {"tools": tools[:1], "response_format": response_format(least)},
+            "response_format",
+            "invalid_json_schema",
+            "minProperties",
+        ),
+        (
+            {"response_format": response_format(loop)},
+            "response_format",
+            "invalid_json_schema",
+            "no finite text",
+        ),
+    ):
+        (answer,) = ask(chat(**fields))
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["code"]) == (400, param, code), error
+        assert words in error["message"] and " at " not in error["message"].partition("(")[0]
+
+
 def test_a_constraint_that_becomes_too_complex_is_an_error_of_the_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(grammar, "STEP_LEXER_FUEL", 50)  # of the engine; the process that checks has its own
     (answer,) = ask(chat(guided_regex="(.*[a-f].{50}){9}"))
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "constraint_failed")
+
+
+def test_words_that_a_constraint_needs_and_the_request_forbids_are_its_own_error() -> None:
+    needed, other = ask(
+        chat(guided_choice=["yes"], bad_words=["y"]), chat(guided_choice=["yes"], bad_words=["no"])
+    )
+    assert (needed.status_code, needed.json()["error"]["code"]) == (400, "no_token_left")
+    assert other.json()["choices"][0]["message"]["content"] == "yes"
 
 
 class Answer(pydantic.BaseModel):

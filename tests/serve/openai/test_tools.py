@@ -195,10 +195,61 @@ def test_conversation_with_calls_is_rendered_with_and_without_tools(template: st
         assert text.index("get_weather") < text.index("rain and 5 degrees")
 
 
-def test_malformed_arguments_of_an_earlier_turn_do_not_end_the_conversation() -> None:
-    call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": '}}
+@pytest.mark.parametrize("template", [QWEN, CHATML])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"city": ',
+        '{"city": "\\ud800"}',
+        '{"city": NaN}',
+        '{"city": 1, "city": 2}',
+        '{"city":' + '{"a":' * 800 + "1" + "}" * 801,
+    ],
+    ids=lambda text: text[:24],
+)
+def test_malformed_arguments_of_an_earlier_turn_do_not_end_the_conversation(
+    template: str, arguments: str
+) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
     messages = [*ASK["messages"], {"role": "assistant", "content": "", "tool_calls": [call]}]  # type: ignore[misc]
-    assert "city" in prompt(QWEN, messages=messages)
+    assert "city" in prompt(template, messages=messages, tools=[WEATHER])
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_half_a_surrogate_pair_in_arguments_can_be_sent(streams: bool) -> None:
+    """As an escape inside the arguments it stays; in arguments that are a string it would be no text."""
+    script = (
+        '<tool_call>{"name": "now", "arguments": {"a": "\\ud83d"}}</tool_call>'
+        '<tool_call>{"name": "now", "arguments": "{\\"a\\": \\"\\ud83d\\"}"}</tool_call>'
+    )
+    if streams:
+        entries = [entry for c in stream(script) for entry in c["delta"].get("tool_calls", [])]
+        texts = ["".join(e["function"]["arguments"] for e in entries if e["index"] == i) for i in (0, 1)]
+    else:
+        texts = [call["function"]["arguments"] for call in ask(script)["message"]["tool_calls"]]
+    assert texts == ['{"a": "\\ud83d"}', '{"a": "\ufffd"}']
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("maybe", "'tool_choice': Input should be 'none', 'auto' or 'required'"),
+        ({"type": "function", "name": "now"}, "'tool_choice.function': Field required"),
+        ({"type": "function", "function": "now"}, "'tool_choice.function': must be an object"),
+    ],
+)
+def test_a_wrong_choice_is_named_by_its_path_in_the_request(choice: Any, message: str) -> None:
+    answer = post(tiny_app(template=QWEN), CHAT, {**ASK, "tool_choice": choice})
+    assert answer.status_code == 400 and answer.json()["error"]["message"] == message
+
+
+@pytest.mark.parametrize(("choice", "content"), [("required", None), ("auto", '<tool_call>\n{"name": "get')])
+def test_the_cut_beginning_of_a_required_call_is_no_content(choice: str, content: str | None) -> None:
+    script = f"{HERMES_CALL}\n{HERMES_CALL}"
+    cut = len(tiny_tokenizer().encode(HERMES_CALL + '\n<tool_call>\n{"name": "get'))
+    found = ask(script, tool_choice=choice, max_tokens=cut)
+    assert (found["message"]["content"], found["finish_reason"]) == (content, "length")
+    assert len(found["message"]["tool_calls"]) == 1
 
 
 # -- constraints -----------------------------------------------------------------------------------------------
@@ -265,16 +316,6 @@ def test_tokens_of_the_reasoning_are_counted(template: str, script: str, counted
         assert usage["completion_tokens_details"] == {
             "reasoning_tokens": len(tiny_tokenizer().encode(counted))
         }
-
-
-@pytest.mark.parametrize("size", [1, 2, 7])
-def test_stop_strings_and_calls_are_found_in_outputs_of_several_tokens(size: int) -> None:
-    engine = FakeEngine(f"<think>Hm.</think>Look.\n{HERMES_CALL} STOP more")
-    engine.tokens_per_output = size
-    body = {**ASK, "stop": ["STOP"]}
-    [choice] = post(tiny_app(engine, QWEN3, max_model_len=4096), CHAT, body).json()["choices"]
-    assert (choice["message"]["content"], choice["message"]["reasoning_content"]) == ("Look.", "Hm.")
-    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Oslo"}'
 
 
 def test_reasoning_of_an_earlier_turn_reaches_the_template() -> None:

@@ -56,4 +56,3 @@ def test_parser_reads_reasoning_first_and_ignores_calls_in_it() -> None:
     parts = parser.push(f"<think>{call}</think>\n\nOk{call}") + parser.finish()
     name = parts[-1].call_id
     assert parts == [Part("reasoning", call), Part("content", "Ok"), Part("call", "{}", 0, "f", name)]
-    assert parser.num_calls == 1
