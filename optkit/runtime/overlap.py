@@ -157,6 +157,8 @@ class OverlapScheduler(Scheduler):
             return [self._fail(expected.item.request, result)]
         if result is None:
             self._publish(expected)
+            if expected.keeps_blocks and not expected.item.request.num_pending:
+                self._end_prefill(expected.item.request)
             return []
         return self._fill_in(expected, result[0])
 

@@ -1,8 +1,9 @@
 """KV manager: gives requests their blocks, and reuses computed KV.
 
-The manager keeps five parts in agreement: the blocks of the pool (``BlockManager``), the block tables of requests
-(``BlockTables``), the tree of the content of blocks (``PrefixCache``), the host blocks of the offload store
-(``HostBlockTable``), and the slots and checkpoints of recurrent states (``StateSlots``).
+The manager keeps six parts in agreement: the blocks of the pool (``BlockManager``), the block tables of requests
+(``BlockTables``), the tree of the content of blocks (``PrefixCache``), the prefixes that are never evicted (``Pins``),
+the host blocks of the offload store (``HostBlockTable``), and the slots and checkpoints of recurrent states
+(``StateSlots``).
 
 - **Admission** takes over the blocks of the longest cached prefix; blocks on the host are loaded. At least the last
   token is left to compute, since the logits are needed.
@@ -27,6 +28,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from optkit.runtime.kv.blocks import BlockManager
 from optkit.runtime.kv.offload import HostBlockTable
+from optkit.runtime.kv.pins import Pin, Pins
 from optkit.runtime.kv.prefix_cache import Node, NodeKV, PrefixCache
 from optkit.runtime.kv.states import StateSlots
 from optkit.runtime.kv.tables import BlockTables
@@ -42,6 +44,7 @@ class KVManager:
         num_host_blocks: of the offload store; needs a ``cache``.
         num_state_slots, num_checkpoints: of ``StateSlots``; no slots for a model without recurrent states.
         windows, tokens_in_flight: of ``BlockTables``.
+        max_pinned_blocks: of ``Pins``.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class KVManager:
         num_checkpoints: int = 0,
         windows: Sequence[int] = (0,),
         tokens_in_flight: int = 1,
+        max_pinned_blocks: int = 0,
     ) -> None:
         if num_host_blocks and num_state_slots:
             raise ValueError("a host block has no room for a recurrent state")
@@ -64,6 +68,7 @@ class KVManager:
         self.host_blocks = HostBlockTable(num_host_blocks if cache is not None else 0)
         self.states = StateSlots(num_state_slots, num_checkpoints if cache is not None else 0, block_size)
         self.tables = BlockTables(self.blocks, windows, tokens_in_flight)
+        self.pins = Pins(self.blocks, self.states, max_pinned_blocks)
         self.worth_saving: Callable[[], bool] = lambda: True
         self.reset_counters()
         self._content: dict[int, NodeKV] = {}  # block -> its content
@@ -153,10 +158,37 @@ class KVManager:
         for node in request.nodes:
             self._drop(node)
 
+    def pin(self, name: str, request: Request, now: float, end: float | None, most: int) -> int:
+        """Pin the published prefix of ``request``; returns its tokens, 0 where nothing of the prefix is cached.
+
+        Args:
+            end: the time at which a lease ends; None for a pin without an end.
+            most: blocks that pins may hold at this moment.
+
+        Raises:
+            PinRefused: there is no room.
+        """
+        nodes = request.nodes[: self._last_window(request.nodes)]
+        while nodes and not self.states.resumes_at(nodes[-1]):
+            nodes = nodes[: self._last_window(nodes[:-1])]
+        if not nodes or not self._is_reachable(request, whole=True):
+            return 0
+        blocks = [kv.block for kvs in self._wanted(nodes) for kv in kvs if kv.block is not None]
+        self.pins.add(Pin(name, request.received.cache_salt, nodes, blocks, now, end), most)
+        return len(nodes) * self.block_size
+
+    def pinned_blocks(self, request: Request) -> int:
+        """The blocks of pins that ``request``, which has no blocks, takes over if admitted now."""
+        return self.pins.shared_by(self._match(request)[0]) if len(self.pins) else 0
+
     def reset(self) -> None:
-        """Drop all cached KV, of the pool and of the store. Running requests keep their blocks, and publish no more."""
-        for node in self.cache.clear() if self.cache is not None else ():
-            self._drop(node)
+        """Drop all cached KV, of the pool and of the store, but what is pinned.
+
+        Running requests keep their blocks, and publish no more.
+        """
+        for node in self.cache.nodes if self.cache is not None else ():
+            if node not in self.pins:
+                self._drop(node)
 
     def take_transfers(self) -> tuple[Transfer, ...]:
         """The copies to make before the next step of the model, in order."""
@@ -177,12 +209,13 @@ class KVManager:
     def check(self, requests: Iterable[Request]) -> None:
         """Raise AssertionError if the tables disagree."""
         requests = list(requests)
-        held = self.tables.check(requests)
+        held = self.tables.check(requests, self.pins.tables)
         self.states.check(requests)
         self.host_blocks.check()
         for block, kv in self._content.items():
             assert kv.block == block and self.cache is not None
             assert self.blocks.is_cached(block) == (block not in held)
+        self.pins.check(lambda node: self.cache is not None and node in self.cache)
         for request in requests:
             assert len(request.nodes) * self.block_size <= request.num_computed
 
@@ -337,7 +370,8 @@ class KVManager:
             node = node.parent
 
     def _drop(self, node: Node) -> None:
-        """Take ``node`` out of all tables."""
+        """Take ``node`` out of all tables, with the pins of ``node``."""
+        self.pins.drop_with(node)
         self.states.drop(node)
         if self.cache is not None:
             self.cache.drop(node)

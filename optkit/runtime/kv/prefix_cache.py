@@ -121,8 +121,7 @@ class PrefixCache:
             if isinstance(node.parent, Node):
                 node.parent.num_children -= 1
 
-    def clear(self) -> list[Node]:
-        """Drop and return all nodes."""
-        nodes = list(self._nodes.values())
-        self._nodes.clear()
-        return nodes
+    @property
+    def nodes(self) -> list[Node]:
+        """All nodes of the tree."""
+        return list(self._nodes.values())
