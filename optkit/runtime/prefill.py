@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 NO_ROOM = "the pinned prefixes leave no room for this one"
+PINS_IN_THE_WAY = "the prompt and max_tokens do not fit the KV cache: pinned prefixes leave room for"
 NOT_CACHED = "the KV of this prompt could not be kept"
 
 

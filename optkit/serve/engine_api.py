@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from optkit.runtime.info import EngineInfo
+from optkit.runtime.process.ipc import PinList
 from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.types import EngineRequest, EngineStats, TokenOutput
 
@@ -43,6 +44,10 @@ class AsyncEngine(TokenSource, Protocol):
         ...
 
     async def reset_prefix_cache(self) -> None: ...
+
+    async def pins(self, drop: str | None = None) -> PinList:
+        """The pinned prefixes, after the pin ``drop`` has ended."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@
 ``POST /v1/messages/count_tokens`` Anthropic: the tokens of a prompt
 ``POST /tokenize``                 vLLM: a text or messages in, token ids out
 ``POST /detokenize``               vLLM: token ids in, a text out
+``/v1/cache/warm``                 prefixes computed and pinned (``optkit.serve.warm``)
 =================================  ===============================================
 
 Every generating endpoint turns its body into a ``GenerationRequest``; all else is common to them.
@@ -33,6 +34,7 @@ from optkit.serve.openai.stream import OpenAIEndpoint
 from optkit.serve.responses.answers import ResponsesEndpoint
 from optkit.serve.responses.protocol import parse_responses
 from optkit.serve.shutdown import shutting_down
+from optkit.serve.warm.routes import add_warm_routes
 
 TRACE_HEADERS = ("traceparent", "tracestate")  # https://www.w3.org/TR/trace-context/
 
@@ -43,6 +45,7 @@ def add_routes(app: FastAPI, state: AppState) -> None:
     """Add the routes to ``app``."""
     _add_generation(app, state)
     _add_tokens(app, state)
+    add_warm_routes(app, state)
 
 
 def _add_generation(app: FastAPI, state: AppState) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from optkit.errors import UserError
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.process.client import EngineClient, EngineDied
+from optkit.runtime.process.ipc import PinList
 from optkit.runtime.types import EngineRequest, EngineStats, TokenOutput
 from optkit.serve.quarantine import Quarantine
 
@@ -73,6 +74,10 @@ class EngineSupervisor:
         client = self._make_client()
         client.on_death = self._quarantine.record_death
         return client
+
+    async def pins(self, drop: str | None = None) -> PinList:
+        """The pinned prefixes, after the pin ``drop`` has ended."""
+        return await self._client.pins(drop)
 
     async def reset_prefix_cache(self) -> None:
         await self._client.reset_prefix_cache()

@@ -15,8 +15,10 @@ from fastapi import FastAPI
 
 from optkit.runtime.engine import Engine
 from optkit.runtime.info import EngineInfo
+from optkit.runtime.process.ipc import PinList
+from optkit.runtime.process.worker import failed_output
 from optkit.runtime.scheduling.config import SchedulerConfig
-from optkit.runtime.types import EngineRequest, EngineStats, FinishReason, TokenOutput
+from optkit.runtime.types import EngineRefusal, EngineRequest, EngineStats, FinishReason, TokenOutput
 from optkit.serve.app import create_app
 from optkit.serve.engine_api import ServeSettings
 from optkit.serve.http.address import bind
@@ -56,6 +58,9 @@ class FakeEngine:
 
     async def reset_prefix_cache(self) -> None:
         self.resets += 1
+
+    async def pins(self, drop: str | None = None) -> PinList:
+        return PinList("pins")
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
         self.requests.append(request)
@@ -113,8 +118,17 @@ class SteppedEngine:
     async def reset_prefix_cache(self) -> None:
         self.engine.reset_prefix_cache()
 
+    async def pins(self, drop: str | None = None) -> PinList:
+        if drop is not None:
+            self.engine.unpin(drop)
+        return PinList("pins", tuple(self.engine.pins()))
+
     async def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
-        self.engine.add_request(request)
+        try:
+            self.engine.add_request(request)
+        except EngineRefusal as refusal:
+            yield failed_output(request.request_id, str(refusal))
+            return
         ready = self._streams[request.request_id] = []
         try:
             while True:

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 
 from optkit.runtime.kv.manager import KVManager
 from optkit.runtime.kv.pins import PinRefused
-from optkit.runtime.prefill import NOT_CACHED
+from optkit.runtime.prefill import NOT_CACHED, PINS_IN_THE_WAY
 from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.types import Request
 
@@ -61,9 +61,7 @@ class Background:
         if self._fits(request):
             return None
         room = self.config.room(self.config.num_blocks - self.kv.pins.num_blocks)
-        return (
-            f"the prompt and max_tokens do not fit the KV cache: pinned prefixes leave room for {room} tokens"
-        )
+        return f"{PINS_IN_THE_WAY} {room} tokens"
 
     def pin(self, request: Request, others: Iterable[Request], now: float) -> tuple[int, str | None]:
         """The tokens of ``request`` with cached KV, pinned if asked for; and the reason why a pin was not made.

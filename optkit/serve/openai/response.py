@@ -70,6 +70,10 @@ class AppState:
             message = "priorities need a server with --scheduling-policy slo"
             raise ApiError(message, param="priority", code="unsupported_parameter")
         self.prompts.check_token_ids(request)
+        self.check_engine()
+
+    def check_engine(self) -> None:
+        """Raise the 503 of a server whose engine is gone."""
         if not self.engine.is_healthy:
             raise ApiError(
                 "the engine is not available", code="engine_unavailable", status=503, retry_after=5
@@ -119,7 +123,7 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.create_task(self._answer(send))
-        watch = asyncio.create_task(_disconnect(receive))
+        watch = asyncio.create_task(disconnected(receive))
         try:
             await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -266,7 +270,7 @@ class Wire:
                     await self.event(self.writer.failed(error), more=False)
 
 
-async def _disconnect(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
     """Return when the client has gone."""
     while (await receive())["type"] != "http.disconnect":
         pass

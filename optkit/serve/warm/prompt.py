@@ -1,0 +1,70 @@
+"""The tokens of a warm call that stay the same in the requests to come.
+
+- A conversation that ends with a turn of the user or of a tool is taken as it is: the same messages follow in a
+  request, generation prompt included.
+- After a system message or an answer another turn follows, whose text is not known.
+- A text, and the last message of a ``session``, may grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from optkit.serve.http.errors import ApiError
+from optkit.serve.openai.prompts import PromptReader, overflow
+from optkit.serve.openai.protocol import Message
+from optkit.serve.warm.protocol import WarmChat, WarmRequest, param_of
+from optkit.text.stable_prefix import CONTINUATIONS, common_prefix
+
+NEXT_TURNS = ("a", "1")
+COMPLETE_ROLES = ("user", "tool")
+
+
+async def stable_ids(prompts: PromptReader, request: WarmRequest) -> list[int]:
+    """Token ids that begin every prompt which goes on from ``request``.
+
+    Raises:
+        ApiError: 400, a wrong prompt, or one too long for the context.
+    """
+    if isinstance(request, WarmChat):
+        found = await _chat_ids(prompts, request)
+    elif isinstance(request.prompt, str):
+        texts = [request.prompt + more for more in CONTINUATIONS]
+        found = common_prefix([await prompts.token_ids(t, request.add_special_tokens) for t in texts])
+    else:
+        prompts.check_ids("prompt", request.prompt)
+        found = request.prompt
+    if len(found) >= prompts.max_model_len:
+        raise overflow(prompts.max_model_len, param_of(request), len(found))
+    return found
+
+
+async def _chat_ids(prompts: PromptReader, request: WarmChat) -> list[int]:
+    last = request.messages[-1]
+    if request.session:
+        ends = [last.model_copy(update={"content": last.content + more}) for more in CONTINUATIONS]
+        return await _common(prompts, request, [[*request.messages[:-1], end] for end in ends])
+    if last.role in COMPLETE_ROLES or request.continue_final_message:
+        return await prompts.chat_ids(request)
+    turns = [Message(role="user", content=text) for text in NEXT_TURNS]
+    return await _common(prompts, request, [[*request.messages, turn] for turn in turns])
+
+
+async def _common(
+    prompts: PromptReader, request: WarmChat, conversations: Sequence[list[Message]]
+) -> list[int]:
+    """The common beginning of ``conversations`` with the other fields of ``request``."""
+    copies = [request.model_copy(update={"messages": messages}) for messages in conversations]
+    return common_prefix([await prompts.chat_ids(copy) for copy in copies])
+
+
+def refuse_empty(request: WarmRequest, num_tokens: int, block_size: int) -> None:
+    """Refuse to pin a prompt without a full block.
+
+    Raises:
+        ApiError: 400.
+    """
+    if request.pin and num_tokens < block_size:
+        message = f"the prompt has {num_tokens} tokens that stay the same, and the KV cache shares blocks of "
+        message += f"{block_size} tokens: there is nothing to pin"
+        raise ApiError(message, param=param_of(request), code="prompt_too_short")

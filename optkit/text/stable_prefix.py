@@ -1,0 +1,35 @@
+"""The beginning of a prompt that stays the same, token for token, however the prompt goes on.
+
+A tokenizer merges the last characters of a text with what follows: "hel" and "hello" share no token. And a chat
+template closes a message after its text, so a longer text replaces the closing tokens. So a prompt is tokenized with
+several continuations, and the common beginning of all is taken. The continuations are examples and no proof; a
+beginning that another continuation changes costs the computation of its KV and is never wrong, because KV is found by
+the tokens of the actual prompt alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+CONTINUATIONS = (
+    "a",
+    " a",
+    "1",
+    ".",
+    "\n",
+    "\u00e9",
+)  # of a word, with a new word, number, sentence, line; bytes
+
+
+def common_prefix(sequences: Sequence[Sequence[int]]) -> list[int]:
+    """The longest common beginning of ``sequences``, of which there is at least one."""
+    shortest, longest = min(sequences), max(sequences)  # all others lie between these two
+    for place, (first, last) in enumerate(zip(shortest, longest, strict=False)):
+        if first != last:
+            return list(shortest[:place])
+    return list(shortest[: min(len(shortest), len(longest))])
+
+
+def whole_blocks(ids: Sequence[int], block_size: int) -> list[int]:
+    """``ids`` up to the end of the last full block: the KV cache shares whole blocks."""
+    return list(ids[: len(ids) // block_size * block_size])
