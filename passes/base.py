@@ -35,7 +35,7 @@ class Stage(enum.IntEnum):
         TRANSFORM: changes or removes float weights.
         QUANTIZE: stores weights in fewer bits.
         KERNELS: chooses kernels, and the type of the KV cache that the kernels read.
-        COMPILE: generates code.
+        COMPILE: generates code or KV for the finished graph.
     """
 
     FUSE = 1
@@ -117,12 +117,13 @@ class Pass(ABC):
     """An optimization. ``name`` is the row in the table of passes and the key in recipes.
 
     ``exact`` passes change no value beyond float rounding: the driver applies a tight numeric bound, also in a
-    recipe without bounds.
+    recipe without bounds. A pass that is not ``measured`` leaves the graph as it is.
     """
 
     name: ClassVar[str]
     stage: ClassVar[Stage]
     exact: ClassVar[bool] = True
+    measured: ClassVar[bool] = True
     Config: ClassVar[type[Config]] = Config
 
     def __init__(self, config: Any = None) -> None:

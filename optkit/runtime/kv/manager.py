@@ -28,10 +28,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from optkit.runtime.kv.blocks import BlockManager
 from optkit.runtime.kv.offload import HostBlockTable
-from optkit.runtime.kv.pins import Pin, Pins
+from optkit.runtime.kv.pins import Pin, PinRefused, Pins
 from optkit.runtime.kv.prefix_cache import Node, NodeKV, PrefixCache
 from optkit.runtime.kv.states import StateSlots
 from optkit.runtime.kv.tables import BlockTables
+from optkit.runtime.prefill import NO_ROOM
 from optkit.runtime.types import ALL_TOKENS, NO_BLOCK, Request, Transfer
 
 
@@ -156,7 +157,43 @@ class KVManager:
     def distrust(self, request: Request) -> None:
         """Keep the KV of ``request`` from being reused, after a failure."""
         for node in request.nodes:
-            self._drop(node)
+            if not self.pins.is_common(node):  # computed and verified before any request
+                self._drop(node)
+
+    def adopt(
+        self, name: str, path: Sequence[tuple[tuple[int, ...], Sequence[bool]]], now: float
+    ) -> list[NodeKV]:
+        """Pin a prefix for all requests, whose KV the caller writes; the places without KV yet, which have a block.
+
+        Args:
+            path: tokens of each block, and whether each group of layers has the KV.
+
+        Raises:
+            PinRefused: there is no room; blocks without KV are free again.
+        """
+        assert self.cache is not None
+        nodes: list[Node] = []
+        new: list[NodeKV] = []
+        for tokens, kept in path:
+            nodes.append(self.cache.add_common(nodes[-1] if nodes else None, tokens))
+            new += [kv for kv, has in zip(nodes[-1].kv, kept, strict=True) if has and kv.block is None]
+        table: list[int] = []
+        fits = self.blocks.extend(table, len(new) * self.block_size)
+        for kv, block in zip(new, table, strict=False):
+            kv.block = block
+            self._content[block] = kv
+        try:
+            if not fits:
+                raise PinRefused(NO_ROOM)
+            blocks = [kv.block for node in nodes for kv in node.kv if kv.block is not None]
+            self.pins.add(Pin(name, None, nodes, blocks, now), self.blocks.num_blocks)
+        except PinRefused:
+            self.blocks.free(table)
+            for node in {id(kv.node): kv.node for kv in new}.values():
+                self._drop(node)
+            raise
+        self.blocks.free(table)  # the pin holds the blocks
+        return new
 
     def pin(self, name: str, request: Request, now: float, end: float | None, most: int) -> int:
         """Pin the published prefix of ``request``; returns its tokens, 0 where nothing of the prefix is cached.
@@ -230,10 +267,16 @@ class KVManager:
             return [], 0
         salt, size = request.received.cache_salt, self.block_size
         nodes: list[Node] = []
+        common: Node | None = None
         digests = self.cache.digests(salt, request.token_ids, request.digests)
         for i in range((len(request.token_ids) - 1) // size):
-            parent = nodes[-1] if nodes else salt
-            node = self.cache.find(digests[i], parent, tuple(request.token_ids[i * size : (i + 1) * size]))
+            tokens = tuple(request.token_ids[i * size : (i + 1) * size])
+            node = (
+                self.cache.find_common(common, tokens) if common is (nodes[-1] if nodes else None) else None
+            )
+            common = node or common
+            if node is None:
+                node = self.cache.find(digests[i], nodes[-1] if nodes else salt, tokens)
             if node is None or not all(node.kv[group].is_kept for group in self.tables.unlimited):
                 break
             nodes.append(node)

@@ -81,6 +81,10 @@ class Pins:
     def __contains__(self, node: Node) -> bool:
         return node in self._nodes
 
+    def is_common(self, node: Node) -> bool:
+        """True for a node of a prefix for all requests."""
+        return node in self._nodes and any(p.cache_salt is None and node in p.nodes for p in self)
+
     @property
     def num_blocks(self) -> int:
         """Blocks held by pins, each counted once."""
