@@ -104,6 +104,14 @@ def serve(
             help="Path of the server behind a proxy, such as /llm; requests may come with it or without.",
         ),
     ] = "",
+    demo: Annotated[
+        bool,
+        typer.Option(
+            "--demo",
+            rich_help_panel=ACCESS,
+            help="Serve a page at /demo that has a prompt computed while it is typed, and measures the first token.",
+        ),
+    ] = False,
     ssl_certfile: Annotated[
         Path | None,
         typer.Option(
@@ -199,6 +207,7 @@ def serve(
             generation_config=generation_config.value,
             allowed_origins=tuple(allowed_origins or ()),
             root_path=root_path,
+            demo=demo,
             ssl_certfile=ssl_certfile,
             ssl_keyfile=ssl_keyfile,
             engine=engine_options,

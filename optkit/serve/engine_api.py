@@ -62,6 +62,7 @@ class ServeSettings:
         allowed_hosts: accepted ``Host`` names; None accepts any. Names stop DNS rebinding on loopback.
         allowed_origins: origins of web pages that may read answers (CORS).
         root_path: path of the server behind a proxy, such as "/llm".
+        demo: serve the page at ``/demo``.
         fingerprint: changes with the model and the version of optkit.
         request_timeout: seconds from arrival to the last token; None: no limit.
         max_body_bytes, body_timeout: limits of a request's body; the second in seconds.
@@ -78,3 +79,4 @@ class ServeSettings:
     fingerprint: str = ""
     allowed_origins: tuple[str, ...] = ()
     root_path: str = ""
+    demo: bool = False

@@ -67,6 +67,7 @@ class ServeOptions:
             of OpenAI.
         allowed_origins: origins of web pages that may read answers (CORS).
         root_path: path of the server behind a proxy.
+        demo: serve the page at ``/demo``.
         engine: the given options of the engine, by name; ``engine_options`` adds the rest.
     """
 
@@ -84,6 +85,7 @@ class ServeOptions:
     generation_config: str = AUTO
     allowed_origins: tuple[str, ...] = ()
     root_path: str = ""
+    demo: bool = False
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -238,6 +240,7 @@ class _Server:
             fingerprint=fingerprint(str(self._artifact.manifest.get("digest", ""))),
             allowed_origins=options.allowed_origins,
             root_path=options.root_path,
+            demo=options.demo,
         )
 
     def _defaults(self) -> SamplingDefaults:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -120,8 +121,6 @@ def test_other_options_start_without_it_and_say_so(
 
 
 def copy(baked: Path, to: Path) -> Path:
-    import shutil
-
     return Path(shutil.copytree(baked, to))
 
 
@@ -129,9 +128,8 @@ def resealed(directory: Path) -> None:
     """Write correct hashes."""
     old = json.loads((directory / MANIFEST).read_text())
     (directory / MANIFEST).unlink()
-    write_manifest(
-        directory, {k: v for k, v in old.items() if k not in ("files", "digest", "format", "schema_version")}
-    )
+    written = ("files", "digest", "format", "schema_version")
+    write_manifest(directory, {key: value for key, value in old.items() if key not in written})
 
 
 def test_other_weights_start_without_it(
@@ -233,3 +231,17 @@ def test_a_prompt_file_of_messages(source: Path) -> None:
     found = prefix_ids(tokenizer, KnownPrompt("x", [{"role": "system", "content": "hello"}]))
     text = tokenizer.decode(found, skip_special_tokens=False)
     assert "hello" in text and text.endswith("user\n")
+
+
+def test_inspect_and_verify_know_baked_prompts(baked: Path, tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from optkit.cli.main import app
+
+    shown = CliRunner().invoke(app, ["inspect", str(baked), "--json"])
+    assert json.loads(shown.stdout)["baked"]["prompts"]["system.txt"] > 100
+    other = copy(baked, tmp_path / "other")
+    assert CliRunner().invoke(app, ["verify", str(other)]).exit_code == 0
+    changed(other, parent=torch.tensor([0], dtype=torch.int32))
+    resealed(other)
+    assert CliRunner().invoke(app, ["verify", str(other)]).exit_code == 3

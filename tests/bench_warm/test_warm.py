@@ -1,0 +1,47 @@
+"""The benchmark of warm prefixes: bounds, texts, and typing ahead against a server on a fake model."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from bench.warm import __main__ as command
+from bench.warm import typing_ahead
+from tests.support.serve_fakes import SteppedEngine, served, tiny_app
+from tests.support.tiny_tokenizer import tiny_tokenizer
+
+
+def test_missed_bounds_are_named_and_a_missing_number_misses() -> None:
+    good = {"typing: TTFT ratio": 0.05, "baked: start, ms more": -3.0}
+    assert command.missed_bounds(good) == []
+    assert command.missed_bounds({"typing: TTFT ratio": float("nan")}) == ["typing: TTFT ratio"]
+    assert command.missed_bounds({"baked: TTFT ratio": 0.2}) == ["baked: TTFT ratio"]
+
+
+def test_texts_have_the_tokens_asked_for_and_differ() -> None:
+    tokenizer = tiny_tokenizer()
+    first, second = (typing_ahead.text_of(tokenizer, 50, seed) for seed in (0, 1))
+    assert first != second and 40 <= len(tokenizer.encode(first)) <= 80
+
+
+def test_percentile() -> None:
+    assert typing_ahead.percentile(range(100), 0.95) == 95
+    assert typing_ahead.percentile([], 0.95) != typing_ahead.percentile([], 0.95)
+
+
+def test_the_part_baked_needs_both_artifacts(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["somewhere", "--only", "baked"])
+    assert "--without" in capsys.readouterr().err
+
+
+def test_typing_is_measured_against_the_message_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(typing_ahead, "CALL_SECONDS", 0.05)
+    app = tiny_app(SteppedEngine(max_model_len=1024), max_model_len=1024)
+    texts = [typing_ahead.text_of(tiny_tokenizer(), 150, seed) for seed in range(2)]
+    with served(app) as url:
+        found = asyncio.run(typing_ahead.measure(url, texts, 0.3, 0))
+    assert found["typing: answers that differ"] == 0
+    assert found["typing: tokens found"] > 0.7 * found["typing: prompt tokens"]
+    assert len(found["typing: ratios"]) == 2
