@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from optkit.errors import UserError
 from optkit.text.chat_template import TemplateFailure
-from optkit.text.stable_prefix import CONTINUATIONS, common_prefix
+from optkit.text.stable_prefix import common_prefix, endings, stable_prefix
 from optkit.text.tokenizer import Tokenizer
 
 MAX_PROMPT_BYTES = 4 << 20
@@ -82,12 +82,12 @@ def prefix_ids(tokenizer: Tokenizer, prompt: KnownPrompt) -> list[int]:
     messages, template = list(prompt.messages), tokenizer.chat_template
     if template is None:
         text = "".join(message["content"] for message in messages)
-        return common_prefix([tokenizer.encode(text + more) for more in CONTINUATIONS]) if text else []
-    ends: list[list[dict[str, str]]] = [[{"role": "user", "content": text}] for text in NEXT_TURNS]
+        return stable_prefix([tokenizer.encode(end) for end in endings(text)]) if text else []
+    turns: list[list[dict[str, str]]] = [[{"role": "user", "content": text}] for text in NEXT_TURNS]
     if messages and messages[-1]["role"] == "user":
-        ends = [[]]
+        turns = [[]]
     try:
-        texts = [template.render(messages + end) for end in ends]
+        texts = [template.render(messages + end) for end in turns]
     except TemplateFailure as failure:
         raise UserError(f"the chat template refuses the messages: {failure}", where=prompt.name) from failure
     return common_prefix([tokenizer.encode(text, add_special_tokens=False) for text in texts])

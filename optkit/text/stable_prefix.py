@@ -2,23 +2,29 @@
 
 A tokenizer merges the last characters of a text with what follows: "hel" and "hello" share no token. And a chat
 template closes a message after its text, so a longer text replaces the closing tokens. So a prompt is tokenized with
-several continuations, and the common beginning of all is taken. The continuations are examples and no proof; a
-beginning that another continuation changes costs the computation of its KV and is never wrong, because KV is found by
+several endings, and the common beginning of all is taken. The endings are examples and no proof; a
+beginning that another ending changes costs the computation of its KV and is never wrong, because KV is found by
 the tokens of the actual prompt alone.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
-CONTINUATIONS = (
-    "a",
-    " a",
-    "1",
-    ".",
-    "\n",
-    "\u00e9",
-)  # of a word, with a new word, number, sentence, line; bytes
+LAST_WORD = re.compile(r"\S{0,32}$")  # perhaps unfinished
+CONTINUATIONS = ("a", " a", "1", ".", "\n", "\u00e9")  # a word goes on, ends, a sentence, a line, bytes
+
+
+def endings(text: str) -> list[str]:
+    """``text`` as it may go on: with continuations, and with another last word."""
+    start = LAST_WORD.sub("", text)
+    return [text + more for more in CONTINUATIONS] + [start + more for more in CONTINUATIONS[:3] if start]
+
+
+def stable_prefix(sequences: Sequence[Sequence[int]]) -> list[int]:
+    """The tokens of ``endings`` that stay: the common beginning, without the last token, which may merge."""
+    return common_prefix(sequences)[:-1]
 
 
 def common_prefix(sequences: Sequence[Sequence[int]]) -> list[int]:

@@ -14,7 +14,7 @@ from optkit.serve.http.errors import ApiError
 from optkit.serve.openai.prompts import PromptReader, overflow
 from optkit.serve.openai.protocol import Message
 from optkit.serve.warm.protocol import WarmChat, WarmRequest, param_of
-from optkit.text.stable_prefix import CONTINUATIONS, common_prefix
+from optkit.text.stable_prefix import common_prefix, endings, stable_prefix
 
 NEXT_TURNS = ("a", "1")
 COMPLETE_ROLES = ("user", "tool")
@@ -29,8 +29,8 @@ async def stable_ids(prompts: PromptReader, request: WarmRequest) -> list[int]:
     if isinstance(request, WarmChat):
         found = await _chat_ids(prompts, request)
     elif isinstance(request.prompt, str):
-        texts = [request.prompt + more for more in CONTINUATIONS]
-        found = common_prefix([await prompts.token_ids(t, request.add_special_tokens) for t in texts])
+        texts = endings(request.prompt)
+        found = stable_prefix([await prompts.token_ids(t, request.add_special_tokens) for t in texts])
     else:
         prompts.check_ids("prompt", request.prompt)
         found = request.prompt
@@ -42,20 +42,19 @@ async def stable_ids(prompts: PromptReader, request: WarmRequest) -> list[int]:
 async def _chat_ids(prompts: PromptReader, request: WarmChat) -> list[int]:
     last = request.messages[-1]
     if request.session:
-        ends = [last.model_copy(update={"content": last.content + more}) for more in CONTINUATIONS]
-        return await _common(prompts, request, [[*request.messages[:-1], end] for end in ends])
+        ends = [last.model_copy(update={"content": text}) for text in endings(last.content)]
+        grown = [[*request.messages[:-1], end] for end in ends]
+        return stable_prefix([await prompts.chat_ids(copy) for copy in _copies(request, grown)])
     if last.role in COMPLETE_ROLES or request.continue_final_message:
         return await prompts.chat_ids(request)
     turns = [Message(role="user", content=text) for text in NEXT_TURNS]
-    return await _common(prompts, request, [[*request.messages, turn] for turn in turns])
+    going_on = [[*request.messages, turn] for turn in turns]
+    return common_prefix([await prompts.chat_ids(copy) for copy in _copies(request, going_on)])
 
 
-async def _common(
-    prompts: PromptReader, request: WarmChat, conversations: Sequence[list[Message]]
-) -> list[int]:
-    """The common beginning of ``conversations`` with the other fields of ``request``."""
-    copies = [request.model_copy(update={"messages": messages}) for messages in conversations]
-    return common_prefix([await prompts.chat_ids(copy) for copy in copies])
+def _copies(request: WarmChat, conversations: Sequence[list[Message]]) -> list[WarmChat]:
+    """``request`` with each of ``conversations``."""
+    return [request.model_copy(update={"messages": messages}) for messages in conversations]
 
 
 def refuse_empty(request: WarmRequest, num_tokens: int, block_size: int) -> None:

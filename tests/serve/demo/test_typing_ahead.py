@@ -25,7 +25,8 @@ const message = text => [{role: "user", content: text}];
   }
   await new Promise(done => setTimeout(done, 500));
   const pieces = [];
-  const found = await ahead.send(message(words.join(" ")), piece => pieces.push(piece), {max_tokens: 8, temperature: 0});
+  const limits = {max_tokens: 8, temperature: 0};
+  const found = await ahead.send(message(words.join(" ")), piece => pieces.push(piece), limits);
   let failure = null;
   try { await ahead.send([]); } catch (error) { failure = error.message; }
   console.log(JSON.stringify({...found, pieces: pieces.join(""), calls: ahead.calls, failure}));
