@@ -39,7 +39,7 @@ help:
 	@echo "make emulated tests of the native kernels on emulated AVX-VNNI, AVX-512 and AMX"
 	@echo "make sanitize native code under GCC's address, undefined-behaviour and thread sanitizers (an hour)"
 	@echo "make arm      native kernels for 64-bit Arm, cross-compiled and emulated (g++-aarch64-linux-gnu, qemu-user; minutes)"
-	@echo "make clients  langchain-openai, litellm and guidellm, unmodified, against a live server"
+	@echo "make clients  other projects' clients and agents, unmodified: chats, loads and tool loops to their end"
 	@echo "make wheel    build the wheel into dist/, install it into fresh environments and try the commands there"
 	@echo "make clean    remove .venv, the artifact and caches of this directory"
 	@echo
@@ -175,18 +175,30 @@ wheel: $(VENV)/.test
 	OPTKIT_WHEEL=$$(echo dist/optkit-*.whl) $(call WITHIN,3h) $(BIN)/python -m pytest tests/test_install.py $(ARGS)
 	@ls dist
 
-# The clients hold back what optkit pins too, so they have an environment of their own (6 GB).
-CLIENTS := .clients/bin/python -m pip --disable-pip-version-check --no-input -q install -c .clients/constraints.txt
+# Two environments without optkit (1 GB and 0.2 GB): some clients need openai 2, others openai 3. Their servers run in .venv.
+# --no-deps: the files name every package but torch, which guidellm imports: that one is found in .venv, behind all others.
+LOCKED = -m pip --disable-pip-version-check --no-input -q install --no-deps -r
+CLIENT_TESTS = OPTKIT_PYTHON=$(BIN)/python OPTKIT_ARTIFACT=$(ARTIFACT) $(call WITHIN,1h)
 
-clients: .clients/.made
-	.clients/bin/python -m pytest tests/serve/test_clients.py $(ARGS)
+# Both run, whatever the other one says.
+clients: .clients/.made .agents/.made $(VENV)/.test artifact-verified
+	@status=0; \
+	$(CLIENT_TESTS) .agents/bin/python -m pytest --confcutdir=tests/clients tests/clients/agents $(ARGS) || status=1; \
+	$(CLIENT_TESTS) .clients/bin/python -m pytest --confcutdir=tests/clients tests/clients/libraries $(ARGS) || status=1; \
+	exit $$status
 
-.clients/.made: constraints-clients.txt constraints.txt pyproject.toml setup.py
+.clients/.made: tests/clients/libraries/requirements.txt | $(VENV)/.run
 	@echo "installing the clients into .clients"
-	@$(PYTHON) -m venv .clients
-	@$(call OVER,constraints-clients.txt) > .clients/constraints.txt
-	@$(CLIENTS) setuptools wheel
-	@$(CLIENTS) --no-build-isolation -e '.[test,clients]'
+	@$(PYTHON) -m venv --clear .clients
+	@.clients/bin/python $(LOCKED) $<
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(.clients/bin/python -c \
+	    'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth
+	@touch $@
+
+.agents/.made: tests/clients/agents/requirements.txt
+	@echo "installing the agents into .agents"
+	@$(PYTHON) -m venv --clear .agents
+	@.agents/bin/python $(LOCKED) $<
 	@touch $@
 
 # All three run, whatever the others say.
@@ -210,4 +222,4 @@ format: $(VENV)/.lint
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .clients .oldest artifact .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist ./*.egg-info
+	rm -rf $(VENV) .clients .agents .oldest artifact .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist ./*.egg-info

@@ -36,7 +36,7 @@ STREAM = "residual stream"
 
 class RotateConfig(Config):
     heads: bool = Field(True, description="rotate the values of each attention head too")
-    seed: int = Field(0, ge=0, description="of the random signs")
+    seed: int = Field(0, ge=0, lt=1 << 63, description="of the random signs")
 
 
 class Rotate(Pass):

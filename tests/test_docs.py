@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SKIPPED = {".venv", ".peers", ".git", ".ci", "build", "artifact"}  # at the top
+SKIPPED = {".venv", ".peers", ".clients", ".agents", ".git", ".ci", "build", "artifact"}  # at the top
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"`[^`\n]*`")

@@ -22,7 +22,7 @@ from tools import structure
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = structure.FOLDERS | {"bench": "bench", "tools": "tools", "tests": "tests"}
-SKIPPED = {".venv", ".peers", ".git", ".ci", "build", "artifact"}  # at the top
+SKIPPED = {".venv", ".peers", ".clients", ".agents", ".git", ".ci", "build", "artifact"}  # at the top
 SOURCE = re.compile(r"[\w./-]+\.(py|cpp|h)")
 PLACEHOLDER = re.compile(r"[A-Z]{2,}")  # NAME, ARCH
 DOTTED = re.compile(r"(optkit|bench|tests|tools)(\.[A-Za-z_]\w*)+")

@@ -21,6 +21,7 @@ from bench.peers.transformers_peer import Transformers
 from bench.peers.vllm_peer import Vllm
 from bench.peers.workloads import WORKLOADS, quick
 from optkit.bench import workload
+from optkit.bench.workload import WorkloadConfig
 from optkit.checkpoint.locate import ALIASES, packaged_gguf, resolve
 from optkit.errors import UserError, nearest
 from optkit.text.load import load_tokenizer
@@ -60,6 +61,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--install", action=argparse.BooleanOptionalAction, default=True, help="make missing environments"
     )
+    parser.add_argument(
+        "--workloads",
+        default=",".join(WORKLOADS),
+        help="comma-separated, fewer for a large model; default: %(default)s",
+    )
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument(
         "--quick",
@@ -96,6 +102,14 @@ def chosen(only: str | None, artifacts: Sequence[Peer], isa: str = NATIVE) -> li
             "no artifact to measure", where="--artifact", fix="give one, or leave optkit out of --only"
         )
     return [*(artifacts if "optkit" in names else []), *(PEERS[name](isa) for name in names if name in PEERS)]
+
+
+def chosen_workloads(names: str) -> dict[str, WorkloadConfig]:
+    """The named workloads, in the order of ``WORKLOADS``."""
+    for name in names.split(","):
+        if name not in WORKLOADS:
+            raise UserError("no such workload", where=name, fix=nearest(name, list(WORKLOADS)))
+    return {name: config for name, config in WORKLOADS.items() if name in names.split(",")}
 
 
 def find_model(name: str, gguf: Path | None) -> Model:
@@ -166,15 +180,16 @@ def measure(
 ) -> Measured:
     """A smoke test with ``--quick``; otherwise the trials that are missing, then all rounds on a quiet machine."""
     if options.quick:
-        return Run(model, quick(WORKLOADS), 1, ids, progress).measure(untuned(peers), skipped)
+        return Run(model, quick(options.workloads), 1, ids, progress).measure(untuned(peers), skipped)
     usable, failed = tuned(peers, model, ids, options.retune)
     wait_until_quiet(progress)
-    return Run(model, WORKLOADS, options.rounds, ids, progress).measure(usable, skipped | failed)
+    return Run(model, options.workloads, options.rounds, ids, progress).measure(usable, skipped | failed)
 
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     try:
+        options.workloads = chosen_workloads(options.workloads)
         artifacts = artifact_peers(options.artifact, options.isa)
         peers = chosen(options.only, artifacts, options.isa)
         model = find_model(options.model, options.gguf)

@@ -1,7 +1,7 @@
 """The text of quality measurements: the shipped text, or a file of the recipe's author.
 
-A file is read anew for each measurement. The hash of its content is part of the keys of finished steps, so another
-text means other measurements.
+A run reads a file once for each number of tokens. The hash of its content is part of the keys of finished steps:
+another text means other measurements.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from optkit.evaluation.limits import LEAST_WINDOWS, WINDOW_TOKENS
 from optkit.recipe.schema import SHIPPED, Recipe
 
 MAX_TEXT_BYTES = 64 << 20
-CHARACTERS = 16  # of a file, read for each token to score: a token has about four
+CHARACTERS = 16  # of a text, read for each token to score: a token has about four
 
 
 def read_text(file: Path) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from optkit.pipeline import objective
 from optkit.pipeline.compile_hook import lower_with_code
 from optkit.pipeline.records import PassRecord
 from optkit.recipe.schema import Recipe
+from optkit.text.corpora import load_text
 
 
 @dataclass(frozen=True)
@@ -140,19 +141,25 @@ class Measurement:
         self, candidate: Executable, tokens: int, variants: Mapping[str, int]
     ) -> dict[str, dict[str, Any]]:
         """A report by variant; the name is empty for a model with a single variant."""
-        from optkit.text.load import load_tokenizer
-
         block_size = self.recipe.runtime.block_size
         models = {name: candidate.at(size) for name, size in variants.items()} or {"": candidate}
-        tokenizer, text = load_tokenizer(str(self.directory)), own_text(self.recipe)
-        if text is None:
-            windows = evaluation_windows(tokenizer, tokens, self.window_length())
-        else:
-            read = text[: CHARACTERS * tokens]
-            windows = evaluation_windows(tokenizer, tokens, self.window_length(), read, or_fewer=True)
         candidates = {name: runtime_logits(model, block_size) for name, model in models.items()}
-        reports = compare_many(self.source_logits, candidates, windows)
+        reports = compare_many(self.source_logits, candidates, self.windows(tokens))
         return {name: report.to_dict() for name, report in reports.items()}
+
+    @cached_property
+    def windows(self) -> Callable[[int], list[list[int]]]:
+        """The text as windows of token ids, for a number of tokens; tokenized once a run for each number."""
+        return cache(self.tokenized_windows)
+
+    def tokenized_windows(self, tokens: int) -> list[list[int]]:
+        """Windows with ``tokens`` tokens in total of the recipe's text, of which only a first part is tokenized."""
+        from optkit.text.load import load_tokenizer
+
+        own = own_text(self.recipe)
+        text = (load_text("evaluation") if own is None else own)[: CHARACTERS * tokens]
+        tokenizer, length = load_tokenizer(str(self.directory)), self.window_length()
+        return evaluation_windows(tokenizer, tokens, length, text, or_fewer=own is not None)
 
     @cached_property
     def source_logits(self) -> KeptLogits:

@@ -60,7 +60,7 @@ def result(
     return optkit.optimize(model, recipe, out, quality_tokens=1024, progress=events.append)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def llm(result: OptimizeResult) -> Iterator[optkit.LLM]:
     with optkit.load(result.artifact) as loaded:
         yield loaded

@@ -12,6 +12,7 @@ import pytest
 from optkit.api.requests import IN_FLIGHT, Engine, Requests, own_errors
 from optkit.errors import EngineError, UserError
 from optkit.runtime.types import EngineRequest, FinishReason, TokenOutput
+from optkit.serve.constraints.checker import ConstraintChecker
 from optkit.serve.http.errors import ApiError
 from optkit.serve.openai.prompts import PromptReader
 from optkit.serve.openai.protocol import CompletionRequest
@@ -47,7 +48,8 @@ class Counting(FakeEngine):
 
 
 def requests_of(engine: Any, max_num_seqs: int = 2) -> Requests:
-    return Requests("tiny", Thread(engine), PromptReader(tiny_tokenizer(), 512), max_num_seqs)  # type: ignore[arg-type]
+    reader = PromptReader(tiny_tokenizer(), 512, ConstraintChecker(tiny_tokenizer()))
+    return Requests("tiny", Thread(engine), reader, max_num_seqs)  # type: ignore[arg-type]
 
 
 def test_answers_come_in_order_with_a_bounded_number_in_flight() -> None:

@@ -55,6 +55,13 @@ def test_mistakes(only, artifacts, message):
         names(only, artifacts)
 
 
+def test_workloads_are_chosen_by_name():
+    assert list(command.chosen_workloads("medium,short")) == ["short", "medium"]
+    assert command.chosen_workloads("long")["long"].input_len == 1900
+    with pytest.raises(UserError, match="did you mean"):
+        command.chosen_workloads("mediun")
+
+
 def test_a_mistake_is_one_line_and_exit_code_2(capsys):
     assert command.main(["--model", "smollm2-135m", "--only", "nobody"]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 
 from optkit.capture import capture_directory
+from optkit.errors import UserError
 from optkit.graph.ir import Graph, Weight
 from optkit.graph.verify import verify
+from optkit.passes.resolve import resolve_passes
 from optkit.passes.rewriting.hadamard import rotation
+from optkit.recipe.load import parse_recipe
 from tests.checkpoint.test_compressed_tensors_writer import written
 from tests.support.architectures import tiny_model
 from tests.support.graphs import (
@@ -215,3 +218,13 @@ def test_rotate_is_the_same_again_and_differs_by_seed() -> None:
     name = "model.layers.0.mlp.down_proj.weight"
     first, second, other = (graph.weights[name].value for graph in graphs)
     assert torch.equal(first, second) and not torch.equal(first, other)
+
+
+def test_a_seed_beyond_64_bits_is_refused_by_name() -> None:
+    text = "schema_version: 1\nname: demo\npasses:\n  rotate: {{seed: {}}}\n"
+    (last,) = resolve_passes(parse_recipe(text.format((1 << 63) - 1)))
+    assert rotation(8, last.config.seed).signs.abs().sum() == 8
+    with pytest.raises(
+        UserError, match=r"passes\.rotate\.seed: Input should be less than 9223372036854775808"
+    ):
+        resolve_passes(parse_recipe(text.format(1 << 63)))

@@ -55,23 +55,37 @@ def imports_of(module: str) -> tuple[Import, ...]:
     assert file is not None, module
     body = ast.parse(file.read_text()).body
     functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
+    inherited = inherited_extras(functions)
     return tuple(
         found
         for statement in body
-        for found in _of_node(statement, inherited_extras(getattr(statement, "name", ""), functions))
+        for found in _of_node(statement, inherited.get(getattr(statement, "name", ""), Extras()))
     )
 
 
-def inherited_extras(name: str, functions: dict[str, ast.FunctionDef]) -> Extras:
-    """The extras checked by every caller of a private function; none for other statements of a module."""
-    callers = [
-        one for one in functions.values() if name in functions and one.name != name and _mentions(one, name)
-    ]
-    if not name.startswith("_") or not callers:
-        return frozenset()
-    return frozenset.intersection(
-        *(needed_extras(one) | inherited_extras(one.name, functions) for one in callers)
-    )
+def inherited_extras(functions: dict[str, ast.FunctionDef]) -> dict[str, Extras]:
+    """name of a function of a module -> the extras checked by every caller, for private functions.
+
+    The largest solution of "what a caller checks, or inherits", so that functions that call each other are no
+    special case. A function that is public, or that nobody calls, inherits none.
+    """
+    callers = {
+        name: [one for one in functions.values() if one.name != name and _mentions(one, name)]
+        for name in functions
+        if name.startswith("_")
+    }
+    checked = {name: needed_extras(function) for name, function in functions.items()}
+    inherited = dict.fromkeys(functions, Extras())
+    inherited |= {name: Extras().union(*checked.values()) for name, found in callers.items() if found}
+    while True:
+        smaller = inherited | {
+            name: frozenset.intersection(*(checked[one.name] | inherited[one.name] for one in found))
+            for name, found in callers.items()
+            if found
+        }
+        if smaller == inherited:
+            return inherited
+        inherited = smaller
 
 
 def _mentions(function: ast.FunctionDef, name: str) -> bool:

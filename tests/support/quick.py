@@ -11,13 +11,15 @@ def quick(replace: Callable[[Any, str, Any], None] = setattr) -> None:
     """Patch the pipeline by ``replace(module, name, value)``. Times of one repeat of tiny steps are noise."""
     from optkit.evaluation import kernel_times, speed
     from optkit.machine import target as targets
-    from optkit.pipeline import judge, objective
+    from optkit.pipeline import judge, measurement, objective
     from optkit.text import corpora
     from tests.support.target import TARGET
 
     load_text = corpora.load_text
-    replace(corpora, "load_text", lambda name: load_text(name)[:6000])
+    for module in (corpora, measurement):
+        replace(module, "load_text", lambda name: load_text(name)[:6000])
     replace(speed, "SETTLE_SECONDS", 0)
+    replace(speed, "MAX_ROUNDS", 2)
     replace(kernel_times, "REPEATS", 1)
     replace(judge, "PASS_TOKENS", 512)
     replace(objective, "TOLERANCE", math.inf)

@@ -13,6 +13,7 @@ from optkit.serve.http.errors import printable
 
 MAX_PROMPTS = 64
 MAX_CHOICES = 128  # of one request: prompts times n
+MAX_BEAMS = 32  # of one prompt: each token of a search asks for twice as many logprobs of every beam
 MAX_MESSAGES = 2048
 MAX_STOPS, MAX_STOP_CHARS = 64, 256
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 256, 256

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from optkit.serve.http.errors import ApiError, printable, unsupported
 from optkit.serve.http.json_body import parse_object
-from optkit.serve.openai.fields import MAX_CHOICES
+from optkit.serve.openai.fields import MAX_BEAMS, MAX_CHOICES
 from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
 from optkit.serve.openai.unsupported import HARMLESS, INERT, refuse_unsupported
 
@@ -88,6 +88,48 @@ def _check_together(request: GenerationRequest) -> None:
         raise _invalid(field, f"at most {MAX_CHOICES} choices in one request: prompts times n")
     if isinstance(request, ChatRequest):
         _check_chat(request)
+    if request.use_beam_search:
+        _check_beam_search(request)
+    elif request.length_penalty not in (None, 1):
+        raise _invalid("length_penalty", "'length_penalty' needs 'use_beam_search': true")
+
+
+# Fields that change probabilities or choose at random, and their values without effect. Beams are ranked by the model's
+# own probabilities.
+WITHOUT_BEAMS: dict[str, tuple[Any, ...]] = {
+    "temperature": (0, 1),
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ((),),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "echo": (False,),
+}
+
+
+def _check_beam_search(request: GenerationRequest) -> None:
+    if request.best_of not in (None, request.num_returned):
+        raise _invalid("best_of", "beam search has 'n' beams: 'best_of' must equal 'n'")
+    if request.num_choices > MAX_BEAMS:
+        raise _invalid("n", f"beam search has at most {MAX_BEAMS} beams")
+    if request.requested_max_tokens == 0:
+        raise _invalid("max_tokens", "beam search needs at least one token")
+    for name, inert in WITHOUT_BEAMS.items():
+        value = getattr(request, name, None)
+        if value is not None and value not in inert:
+            raise unsupported(name, f"'{name}' is not supported together with 'use_beam_search'")
+    if named := request.constraint:
+        raise unsupported(named.param, "answers of a beam search can't be constrained")
+    use = request.tool_use if isinstance(request, ChatRequest) else None
+    if use and use.is_constrained:
+        name = "tool_choice" if use.required else "tools"
+        raise unsupported(
+            name, "calls of a beam search can't be constrained: 'tool_choice' must be 'auto' or 'none'"
+        )
 
 
 def _check_chat(request: ChatRequest) -> None:

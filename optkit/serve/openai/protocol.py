@@ -10,7 +10,8 @@ Three kinds of fields:
 Beyond OpenAI, with vLLM's names and meanings: ``top_k, min_p, repetition_penalty, min_tokens, ignore_eos,
 stop_token_ids, allowed_token_ids, include_stop_str_in_output, skip_special_tokens, add_special_tokens,
 truncate_prompt_tokens, truncation_side, return_token_ids, return_tokens_as_token_ids, request_id,
-add_generation_prompt, continue_final_message``, and structured output (``structured``).
+add_generation_prompt, continue_final_message, use_beam_search, length_penalty``, and structured output
+(``structured``).
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ class GenerationRequest(BaseModel):
     max_tokens: Count | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    use_beam_search: bool | None = None
+    length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None

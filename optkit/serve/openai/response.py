@@ -29,11 +29,12 @@ from optkit.serve.http.admission import Admission
 from optkit.serve.http.errors import ApiError, internal_error
 from optkit.serve.metrics import Metrics
 from optkit.serve.openai.answers import AnswerWriter, Endpoint, ResponseHead, ResponseParts
+from optkit.serve.openai.beams import beam_text
 from optkit.serve.openai.generation import TTFT_UNREACHABLE, Delta, collect, generate_text, merge
 from optkit.serve.openai.jobs import ChoiceJob, Sender
 from optkit.serve.openai.logprobs import ChatLogprobs, CompletionLogprobs, LogprobFormat
 from optkit.serve.openai.prompts import PromptReader
-from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest, first_given
 from optkit.serve.shutdown import FINAL_ERROR_TIMEOUT_SECONDS, RequestsInFlight, shutting_down
 from optkit.serve.tracing import SpanRecord, Tracing
 
@@ -208,7 +209,7 @@ class GenerationResponse(Response):
             wire.writer = self._endpoint.writer(self._head, parts)
             self._record.num_prompt = sum(map(len, parts.prompts))
             self._record.expect(len(jobs))
-            deltas = merge([self._generate(job) for job in jobs])
+            deltas = merge(self._sources(jobs))
             if request.stream:
                 await self._stream(deltas, wire, wire.writer)
             else:
@@ -222,9 +223,14 @@ class GenerationResponse(Response):
         kind = ChatLogprobs if isinstance(self._request, ChatRequest) else CompletionLogprobs
         return kind(texts, bool(as_ids))
 
-    def _generate(self, job: ChoiceJob) -> AsyncGenerator[Delta, None]:
-        state = self._state
-        return generate_text(state.engine, state.prompts.tokenizer, state.metrics, job)
+    def _sources(self, jobs: list[ChoiceJob]) -> list[AsyncGenerator[Delta, None]]:
+        """The sources of deltas: of each choice, or with beams of all choices of a prompt."""
+        state, request = self._state, self._request
+        parts = state.engine, state.prompts.tokenizer, state.metrics
+        if not request.use_beam_search:
+            return [generate_text(*parts, job) for job in jobs]
+        n, penalty = request.num_choices, first_given(request.length_penalty, 1.0)
+        return [beam_text(*parts, jobs[at : at + n], penalty) for at in range(0, len(jobs), n)]
 
     def _observe(self, delta: Delta) -> None:
         """Count ``delta`` for the log line and the trace."""

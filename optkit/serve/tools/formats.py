@@ -3,11 +3,12 @@
 =============== ================================================================================
 ``hermes``      ``<tool_call>{"name": .., "arguments": {..}}</tool_call>``, anywhere (Hermes, Qwen)
 ``llama3_json`` ``{"name": .., "parameters": {..}}``, the whole answer (Llama 3)
-``json``        ``{"name": .., "arguments": {..}}``, the whole answer (templates without tools)
+``json``        ``{"name": .., "arguments": {..}}``, the whole answer
 =============== ================================================================================
 
 Calls of a template in another form (``optkit.text.template_traits``) have no parser. The prompt then describes tools
-and form in words (``optkit.serve.tools.system_text``), as for templates without tools.
+and form in words (``optkit.serve.tools.system_text``), as for templates without tools; the form is then ``hermes``,
+which small models follow best (docs/lab-notes.md).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ HERMES = CallFormat("hermes", "<tool_call>", "</tool_call>", "arguments")
 LLAMA3_JSON = CallFormat("llama3_json", "", "", "parameters")
 JSON = CallFormat("json", "", "", "arguments")
 FORMATS = {form.name: form for form in (HERMES, LLAMA3_JSON, JSON)}
+GENERIC = HERMES  # in words
 AUTO = "auto"
 REASONING_PARSERS = {
     "think": True,
@@ -44,7 +46,7 @@ class ChatFormat:
         thinks: answers may begin with reasoning.
     """
 
-    calls: CallFormat = JSON
+    calls: CallFormat = GENERIC
     native: bool = False
     takes_system: bool = True
     thinks: bool = False
@@ -72,7 +74,7 @@ def choose_format(
         reasoning_parser: a key of ``REASONING_PARSERS``, or "auto".
     """
     own = own_format(traits)
-    form = (own or JSON) if tool_call_parser == AUTO else FORMATS[tool_call_parser]
+    form = (own or GENERIC) if tool_call_parser == AUTO else FORMATS[tool_call_parser]
     thinks = traits.thinks if reasoning_parser == AUTO else REASONING_PARSERS[reasoning_parser]
     is_native = traits.takes_tools and (own is not None or tool_call_parser != AUTO)
     return ChatFormat(form, is_native, traits.takes_system, thinks)

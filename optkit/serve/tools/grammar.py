@@ -18,6 +18,7 @@ import msgspec
 from optkit.runtime.types import Constraint
 from optkit.serve.constraints.checker import NamedConstraint
 from optkit.serve.http.errors import ApiError
+from optkit.serve.tools.closed_schema import closed
 from optkit.serve.tools.formats import ChatFormat
 from optkit.serve.tools.parser import FENCE, CallFormat
 from optkit.serve.tools.reasoning import CLOSE, OPEN, leaves_open
@@ -127,9 +128,10 @@ def _head(form: CallFormat, tool: Tool) -> list[str]:
 def _schema(tool: Tool, use: ToolUse) -> str:
     """The schema of the arguments, as JSON.
 
-    Keywords unknown to llguidance are refused in a strict tool and ignored in any other.
+    Keywords unknown to llguidance are refused in a strict tool and ignored in any other, and objects with properties
+    have no further ones: a function takes no argument that it does not name.
     """
-    obeyed = tool.parameters if use.required or tool.strict else None
+    obeyed = tool.parameters if tool.strict else closed(tool.parameters or {}) if use.required else None
     options = SPACING | ({} if tool.strict else {"lenient": True})
     return json.dumps({**ANY_OBJECT, **(obeyed or {}), "x-guidance": options})
 

@@ -56,7 +56,7 @@ def in_words(
     found: list[Message] = []
     for message in messages:
         if message["role"] == "tool":
-            _add_to_user(found, f"Result of {message.get('name', 'the tool')}:\n{message['content']}")
+            _add_to_user(found, f"<tool_response>\n{message['content']}\n</tool_response>")
         elif message["role"] == "user" and found and found[-1].get("has_results"):
             _add_to_user(found, message["content"])
         else:
@@ -69,7 +69,7 @@ def in_words(
 def _add_to_user(messages: list[Message], text: str) -> None:
     """Add to the user message behind a call: roles still alternate."""
     if messages and messages[-1].get("has_results"):
-        messages[-1]["content"] += f"\n\n{text}"
+        messages[-1]["content"] += f"\n{text}"
     else:
         messages.append({"role": "user", "content": text, "has_results": True})
 

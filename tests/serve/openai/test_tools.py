@@ -26,7 +26,6 @@ WEATHER = {
 NOW = {"type": "function", "function": {"name": "now"}}
 HERMES_CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 LLAMA_CALL = '{"name": "get_weather", "parameters": {"city": "Oslo"}}'
-JSON_CALL = '{"name": "get_weather", "arguments": {"city": "Oslo"}}'
 ASK = {
     "messages": [{"role": "user", "content": "Weather in Oslo?"}],
     "tools": [WEATHER, NOW],
@@ -36,9 +35,9 @@ NAMED = {"type": "function", "function": {"name": "now"}}
 STYLES = [
     (QWEN, HERMES_CALL),
     (LLAMA3, LLAMA_CALL),
-    (CHATML, JSON_CALL),
-    (MISTRAL, JSON_CALL),
-    (GEMMA, JSON_CALL),
+    (CHATML, HERMES_CALL),
+    (MISTRAL, HERMES_CALL),
+    (GEMMA, HERMES_CALL),
 ]
 
 

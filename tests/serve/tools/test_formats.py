@@ -25,7 +25,7 @@ def test_format_is_the_template_s_own() -> None:
 
 @pytest.mark.parametrize("source", [chat_templates.CHATML, chat_templates.MISTRAL, chat_templates.GEMMA])
 def test_format_is_generic_when_the_template_has_none_with_a_parser(source: str) -> None:
-    assert (chosen(source).calls, chosen(source).native) == (JSON, False)
+    assert (chosen(source).calls, chosen(source).native) == (HERMES, False)
 
 
 def test_option_overrides_the_template() -> None:

@@ -121,7 +121,7 @@ def test_response_format_holds_the_content_beside_calls(chat: ChatFormat, prompt
 
 def test_required_call_leaves_no_room_for_a_response_format() -> None:
     given = NamedConstraint(Constraint("regex", "a*"), "guided_regex")
-    held = constraint(ChatFormat(), use(required=True), "", given)
+    held = constraint(ChatFormat(FORMATS["json"]), use(required=True), "", given)
     assert allows(held, call_text(FORMATS["json"], "f", GOOD)) and not allows(held, "aa")
 
 
@@ -156,3 +156,14 @@ def test_schema_is_in_the_grammar_as_it_is() -> None:
     assert held is not None
     [line] = [line for line in held.value.splitlines() if line.startswith("arguments_0: %json ")]
     assert SCHEMA.items() <= json.loads(line.removeprefix("arguments_0: %json ")).items()
+
+
+def test_a_required_call_has_no_argument_that_the_tool_does_not_name() -> None:
+    """As strict mode does, and as other servers do: a function refuses arguments out of nowhere."""
+    chat = ChatFormat(FORMATS["json"])
+    held = constraint(chat, use(required=True), "")
+    assert allows(held, call_text(chat.calls, "g", '{"x": true}'))
+    assert not allows(held, call_text(chat.calls, "g", '{"x": true, "type": "string"}'))
+    anything = Tool("h", None, {"type": "object"})
+    held = constraint(chat, use(required=True, tools=(anything,)), "")
+    assert allows(held, call_text(chat.calls, "h", '{"y": 1}'))

@@ -1,0 +1,1 @@
+"""The SDKs of OpenAI (3) and Anthropic, and agents upon them, in ``.agents``."""

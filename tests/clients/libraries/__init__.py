@@ -1,0 +1,1 @@
+"""Clients of openai 2 and load generators, in ``.clients``."""
