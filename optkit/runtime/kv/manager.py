@@ -157,7 +157,7 @@ class KVManager:
     def distrust(self, request: Request) -> None:
         """Keep the KV of ``request`` from being reused, after a failure."""
         for node in request.nodes:
-            if not self.pins.is_common(node):  # computed and verified before any request
+            if self.cache is not None and not self.cache.is_common(node):  # computed and verified before
                 self._drop(node)
 
     def adopt(
@@ -173,23 +173,28 @@ class KVManager:
         """
         assert self.cache is not None
         nodes: list[Node] = []
+        new_nodes: list[Node] = []
         new: list[NodeKV] = []
         for tokens, kept in path:
-            nodes.append(self.cache.add_common(nodes[-1] if nodes else None, tokens))
+            parent = nodes[-1] if nodes else None
+            if self.cache.find_common(parent, tokens) is None:
+                new_nodes.append(self.cache.add_common(parent, tokens))
+            nodes.append(self.cache.add_common(parent, tokens))
             new += [kv for kv, has in zip(nodes[-1].kv, kept, strict=True) if has and kv.block is None]
         table: list[int] = []
-        fits = self.blocks.extend(table, len(new) * self.block_size)
-        for kv, block in zip(new, table, strict=False):
-            kv.block = block
-            self._content[block] = kv
         try:
-            if not fits:
+            if not self.blocks.extend(table, len(new) * self.block_size):
                 raise PinRefused(NO_ROOM)
+            for kv, block in zip(new, table, strict=True):
+                kv.block = block
+                self._content[block] = kv
             blocks = [kv.block for node in nodes for kv in node.kv if kv.block is not None]
             self.pins.add(Pin(name, None, nodes, blocks, now), self.blocks.num_blocks)
         except PinRefused:
+            for block in table:
+                self._content.pop(block).block = None
             self.blocks.free(table)
-            for node in {id(kv.node): kv.node for kv in new}.values():
+            for node in reversed(new_nodes):
                 self._drop(node)
             raise
         self.blocks.free(table)  # the pin holds the blocks
@@ -205,12 +210,11 @@ class KVManager:
         Raises:
             PinRefused: there is no room.
         """
-        nodes = request.nodes[: self._last_window(request.nodes)]
-        while nodes and not self.states.resumes_at(nodes[-1]):
-            nodes = nodes[: self._last_window(nodes[:-1])]
-        if not nodes or not self._is_reachable(request, whole=True):
+        nodes = self._match(request)[0]
+        wanted = [kv for kvs in self._wanted(nodes) for kv in kvs]
+        blocks = [kv.block for kv in wanted if kv.block is not None]
+        if not nodes or len(blocks) < len(wanted):  # a host block may be lost at any time
             return 0
-        blocks = [kv.block for kvs in self._wanted(nodes) for kv in kvs if kv.block is not None]
         self.pins.add(Pin(name, request.received.cache_salt, nodes, blocks, now, end), most)
         return len(nodes) * self.block_size
 
@@ -267,22 +271,22 @@ class KVManager:
             return [], 0
         salt, size = request.received.cache_salt, self.block_size
         nodes: list[Node] = []
-        common: Node | None = None
         digests = self.cache.digests(salt, request.token_ids, request.digests)
         for i in range((len(request.token_ids) - 1) // size):
             tokens = tuple(request.token_ids[i * size : (i + 1) * size])
-            node = (
-                self.cache.find_common(common, tokens) if common is (nodes[-1] if nodes else None) else None
-            )
-            common = node or common
-            if node is None:
-                node = self.cache.find(digests[i], nodes[-1] if nodes else salt, tokens)
+            node = self._next(nodes, salt, digests[i], tokens)
             if node is None or not all(node.kv[group].is_kept for group in self.tables.unlimited):
                 break
             nodes.append(node)
         found = self._last_window(nodes)
         usable = next((n for n in range(found, 0, -1) if self.states.resumes_at(nodes[n - 1])), 0)
         return nodes[:usable], found
+
+    def _next(self, nodes: list[Node], salt: str, digest: bytes, tokens: tuple[int, ...]) -> Node | None:
+        """The node of ``tokens`` after the path ``nodes``: of all requests, else of ``salt``; or None."""
+        assert self.cache is not None
+        common = self.cache.find_common(nodes[-1] if nodes else None, tokens)
+        return common or self.cache.find(digest, nodes[-1] if nodes else salt, tokens)
 
     def _last_window(self, nodes: list[Node]) -> int:
         """The length of the longest beginning of ``nodes`` at whose end each window has the KV of its nodes."""
@@ -374,12 +378,12 @@ class KVManager:
         digest = self.cache.digests(salt, known, request.digests)[index]
         parent = request.nodes[-1] if request.nodes else salt
         tokens = tuple(request.token_ids[index * size : (index + 1) * size])
-        node = self.cache.find(digest, parent, tokens)
+        node = self._next(request.nodes, salt, digest, tokens)
         if node is None:
             if orphan := self.cache.orphan(digest):
                 self._drop(orphan)
             node = self.cache.add(digest, parent, tokens)
-        if node is not None:
+        if node is not None and not self.cache.is_common(node):  # no request adds KV for all requests
             for kv, table in zip(node.kv, request.block_tables, strict=True):
                 if kv.block is None and table[index] != NO_BLOCK:
                     kv.block = table[index]

@@ -58,6 +58,27 @@ class Pin:
         )
 
 
+class Room:
+    """The blocks of pins after a new pin with ``blocks``, without the pins that have gone.
+
+    Attributes:
+        num_blocks: blocks of all pins, each counted once.
+    """
+
+    def __init__(self, owners: Counter[int], blocks: Sequence[int], gone: Sequence[Pin]) -> None:
+        self._owners = owners.copy()
+        self._owners.update(blocks)
+        self.num_blocks = len(self._owners)
+        for pin in gone:
+            self.without(pin)
+
+    def without(self, pin: Pin) -> None:
+        """Count without ``pin``."""
+        for block in pin.blocks:
+            self._owners[block] -= 1
+            self.num_blocks -= not self._owners[block]
+
+
 class Pins:
     """The pins of a pool.
 
@@ -80,10 +101,6 @@ class Pins:
 
     def __contains__(self, node: Node) -> bool:
         return node in self._nodes
-
-    def is_common(self, node: Node) -> bool:
-        """True for a node of a prefix for all requests."""
-        return node in self._nodes and any(p.cache_salt is None and node in p.nodes for p in self)
 
     @property
     def num_blocks(self) -> int:
@@ -109,31 +126,30 @@ class Pins:
             PinRefused: pins without an end leave too little room; an earlier pin of the name stays.
         """
         before = self._pins.get(pin.name)
-        limit = min(self.max_blocks, most)
-        gone = {before.name} if before is not None else set()
-        for lease in (p for p in self._pins.values() if p.end is not None and p is not before):
-            if self._fits(pin, gone, limit):
-                break
-            gone.add(lease.name)
-        if not self._fits(pin, gone, limit):
-            raise PinRefused(NO_ROOM)
+        gone = [] if before is None else [before]
+        leases = (p for p in self._pins.values() if p.end is not None and p is not before)
+        room = Room(self._owners, pin.blocks, gone)
+        while room.num_blocks > min(self.max_blocks, most) or self._too_many_ends(pin, gone):
+            lease = next(leases, None)
+            if lease is None:
+                raise PinRefused(NO_ROOM)
+            gone.append(lease)
+            room.without(lease)
         for block in pin.blocks:
             self._blocks.share(block)
         self._owners.update(pin.blocks)
         self._nodes.update(pin.nodes)
-        for name in gone:
-            self.drop(name)
+        for each in gone:
+            self.drop(each.name)
         self._pins[pin.name] = pin
         self._mark_checkpoints()
 
-    def _fits(self, pin: Pin, gone: set[str], limit: int) -> bool:
-        """True where ``pin`` fits beside the pins without those named in ``gone``."""
-        left = [other for name, other in self._pins.items() if name not in gone]
-        blocks = {block for other in left for block in other.blocks}
-        ends = {other.nodes[-1] for other in [*left, pin]}
-        if self._states.num_slots and len(ends) > self.max_checkpoints:
+    def _too_many_ends(self, pin: Pin, gone: Sequence[Pin]) -> bool:
+        """True where ``pin`` beside the pins without ``gone`` needs more checkpoints than there are."""
+        if not self._states.num_slots:
             return False
-        return len(blocks | set(pin.blocks)) <= limit
+        left = [other for other in self._pins.values() if other not in gone]
+        return len({other.nodes[-1] for other in [*left, pin]}) > self.max_checkpoints
 
     def drop(self, name: str) -> bool:
         """End a pin; the KV stays cached until the room is needed. False where there is no such pin."""

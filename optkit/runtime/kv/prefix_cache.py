@@ -127,6 +127,11 @@ class PrefixCache:
         """The common node of ``tokens`` after the common ``parent``, or None."""
         return self._common.get((parent, tokens)) if self._common else None
 
+    def is_common(self, node: Node) -> bool:
+        """True for a node for all requests."""
+        parent = node.parent if isinstance(node.parent, Node) else None
+        return self.find_common(parent, node.tokens) is node
+
     def __contains__(self, node: Node) -> bool:
         return self._nodes.get(node.digest) is node
 
@@ -139,9 +144,8 @@ class PrefixCache:
         """Take ``node`` out of the tree; dropping twice is harmless."""
         if node in self:
             del self._nodes[node.digest]
-            before = node.parent if isinstance(node.parent, Node) else None
-            if self._common.get((before, node.tokens)) is node:
-                del self._common[before, node.tokens]
+            if self.is_common(node):
+                del self._common[node.parent if isinstance(node.parent, Node) else None, node.tokens]
             if isinstance(node.parent, Node):
                 node.parent.num_children -= 1
 

@@ -122,6 +122,42 @@ def test_a_failure_drops_pins_of_the_tenant_and_none_of_the_artifact() -> None:
     kv.check([])
 
 
+def test_kv_that_the_tree_lost_is_not_pinned() -> None:
+    """Two requests compute the same blocks; the tree has those of the first, which are evicted."""
+    kv = manager(10, most=10)
+    first, second = request(PROMPT), request(PROMPT)
+    assert kv.admit(first, len(PROMPT)) and kv.admit(second, len(PROMPT))
+    for each in (first, second):
+        each.num_computed = 8
+        kv.publish(each)
+    kv.release(first)
+    second.token_ids += [7, 8, 9]
+    assert kv.grow(second, 12, 12)
+    table: list[int] = []
+    assert kv.blocks.extend(table, kv.blocks.num_available * SIZE)
+    second.num_computed = 10
+    kv.publish(second)
+    told = kv.pin("a", second, 0.0, None, 99)
+    kv.blocks.free(table)
+    kv.release(second)
+    assert kv.cached_tokens(request([*PROMPT, 7, 8, 9])) >= told
+    flood(kv)
+    assert kv.cached_tokens(request([*PROMPT, 7, 8, 9])) == told == kv.pins.num_blocks * SIZE
+
+
+def test_leases_go_one_by_one_and_shared_blocks_count_once() -> None:
+    kv = manager(40, most=12)
+    pin(kv, "a", [1, 1, 2, 2, 9], end=1.0)  # 2 blocks
+    pin(kv, "b", [1, 1, 2, 2, 3, 3, 9], end=2.0)  # one more
+    pin(kv, "c", [4] * 13, end=3.0)  # 6 more: 9
+    assert kv.pins.num_blocks == 9
+    pin(kv, "d", [5] * 11)  # 5 more; "a" alone frees nothing, "b" frees three
+    assert [each.name for each in kv.pins] == ["c", "d"] and kv.pins.num_blocks == 11
+    with pytest.raises(PinRefused):
+        pin(kv, "e", [6] * 29)
+    assert [each.name for each in kv.pins] == ["c", "d"]  # a pin in vain ends none
+
+
 # -- prefixes of an artifact ---------------------------------------------------------------------------
 
 
@@ -159,3 +195,37 @@ def test_an_adopted_prefix_behind_a_window() -> None:
     admitted = request([1, 2, 3, 4, 5, 6, 7])
     assert kv.admit(admitted, 8) and admitted.num_computed == 6
     kv.check([admitted])
+
+
+def test_a_refused_prefix_takes_nothing_from_another() -> None:
+    """The second prefix needs the window's KV of a node that the first one has without."""
+    kv = manager(40, windows=(0, 3), most=7)
+    first = [((1, 2), [True, False]), ((3, 4), [True, True]), ((5, 6), [True, True])]
+    kv.adopt("artifact:x", first, now=0.0)
+    used, nodes = kv.blocks.num_used, len(kv.cache or ())
+    second = [((1, 2), [True, True]), ((9, 9), [True, True]), ((8, 8), [True, True])]
+    with pytest.raises(PinRefused):
+        kv.adopt("artifact:y", second, now=0.0)
+    assert (kv.blocks.num_used, len(kv.cache or ())) == (used, nodes)
+    assert [each.name for each in kv.pins] == ["artifact:x"]
+    assert kv.cached_tokens(request([1, 2, 3, 4, 5, 6, 7])) == 6
+    kv.check([])
+
+
+def test_a_prompt_that_ends_with_the_prefix_hides_none_of_it() -> None:
+    """Its last block is computed again, since the logits are needed; requests behind go on from the artifact's."""
+    kv = manager(40, most=30)
+    kv.adopt("artifact:x", [((1, 2), [True]), ((3, 4), [True])], now=0.0)
+    kv.release(computed(kv, [1, 2, 3, 4, 7], "a:"))
+    whole = request([1, 2, 3, 4], "a:")
+    assert kv.admit(whole, 8) and whole.num_computed == 2
+    whole.token_ids += [5, 6, 7]
+    assert kv.grow(whole, 7, 8)
+    whole.num_computed = 6
+    kv.publish(whole)
+    kv.check([whole])
+    assert [kv.cache is not None and kv.cache.is_common(node) for node in whole.nodes] == [True, True, False]
+    kv.release(whole)
+    assert kv.cached_tokens(request([1, 2, 3, 4, 5, 6, 9], "a:")) == 6
+    assert kv.cached_tokens(request([1, 2, 3, 4, 5, 6, 9], "b:")) == 4
+    kv.check([])
