@@ -1,7 +1,7 @@
 """The page at ``/demo`` (``optkit serve --demo``): typing ahead in a browser, with the measured first token.
 
 The page is one file without requests to other places: the client ``typing-ahead.js`` is written into it. A content
-security policy allows the page's own script, by hash, and connections to the server alone.
+security policy allows the page's own script and style, by hash, and connections to the server alone.
 """
 
 from __future__ import annotations
@@ -27,12 +27,10 @@ def page() -> str:
 
 def policy(html: str) -> str:
     """The content security policy of the page ``html``."""
-    script = html.partition("<script>")[2].partition("</script>")[0]
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     rules = {
         "default-src": "'none'",
-        "script-src": f"'sha256-{digest}'",
-        "style-src": "'unsafe-inline'",
+        "script-src": source(html, "script"),
+        "style-src": source(html, "style"),
         "connect-src": "'self'",
         "frame-ancestors": "'none'",
         "base-uri": "'none'",
@@ -41,10 +39,21 @@ def policy(html: str) -> str:
     return "; ".join(f"{name} {value}" for name, value in rules.items())
 
 
+def source(html: str, element: str) -> str:
+    """The hash of the content of ``element`` in ``html``, as a source of the policy."""
+    content = html.partition(f"<{element}>")[2].partition(f"</{element}>")[0]
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+
+
 def add_demo(app: FastAPI) -> None:
     """Add the page to ``app``."""
     html = page()
-    headers = {"Content-Security-Policy": policy(html), "Referrer-Policy": "no-referrer"}
+    headers = {
+        "Content-Security-Policy": policy(html),
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+        "X-Content-Type-Options": "nosniff",
+    }
 
     @app.get(DEMO_PATH)
     async def demo() -> HTMLResponse:

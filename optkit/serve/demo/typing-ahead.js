@@ -6,11 +6,13 @@
 //
 // update() asks for the prompt so far, at most once in `interval` milliseconds and one call at a time; the longest prompt
 // wins. Nothing is generated, and a call that fails costs nothing: send() gives the same answer with it or without it.
+// `failure` is the reason why the last call failed, or null.
 class TypingAhead {
   constructor({url = "", apiKey = "", model = undefined, interval = 1000, session = undefined} = {}) {
     Object.assign(this, {url, apiKey, model, interval});
     this.session = session || "typing-" + Math.random().toString(36).slice(2);
     this.calls = 0;
+    this.failure = null;
     this.next = null; // the latest prompt that was not asked for yet
     this.timer = null;
     this.running = null; // the AbortController of the call in progress
@@ -32,9 +34,10 @@ class TypingAhead {
     try {
       this.calls += 1;
       const answer = await this.post("/v1/cache/warm", body, signal);
-      await answer.json();
+      this.failure = answer.ok ? null : await reason(answer);
+      if (answer.ok) await answer.json();
     } catch (error) {
-      // the prompt is computed when it is sent
+      if (!signal.aborted) this.failure = error.message;
     }
     if (signal.aborted) return;
     this.running = null;
@@ -52,10 +55,7 @@ class TypingAhead {
     const start = performance.now();
     const body = {...fields, messages, stream: true, stream_options: {include_usage: true}};
     const answer = await this.post("/v1/chat/completions", body);
-    if (!answer.ok) {
-      const failure = await answer.json();
-      throw new Error(failure.error.message);
-    }
+    if (!answer.ok) throw new Error(await reason(answer));
     const found = {text: "", firstTokenMs: null, cachedTokens: 0, promptTokens: 0};
     for await (const event of events(answer.body)) {
       if (event.error) throw new Error(event.error.message);
@@ -78,6 +78,16 @@ class TypingAhead {
     if (this.apiKey) headers.Authorization = "Bearer " + this.apiKey;
     if (this.model) body.model = this.model;
     return fetch(this.url + path, {method: "POST", headers, body: JSON.stringify(body), signal});
+  }
+}
+
+// The message of an error.
+async function reason(answer) {
+  const text = await answer.text();
+  try {
+    return JSON.parse(text).error.message;
+  } catch (error) {
+    return "HTTP " + answer.status; // of a proxy
   }
 }
 
