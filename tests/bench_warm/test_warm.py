@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 
 import pytest
 
 from bench.warm import __main__ as command
 from bench.warm import typing_ahead
+from optkit.artifact.manifest import MANIFEST
+from optkit.artifact.prefix import BLOCKS_FILE
+from tests.support.chat_templates import QWEN
+from tests.support.model_directory import save_model
 from tests.support.serve_fakes import SteppedEngine, served, tiny_app
+from tests.support.small_runs import run
 from tests.support.tiny_tokenizer import tiny_tokenizer
 
 
@@ -30,10 +37,33 @@ def test_percentile() -> None:
     assert typing_ahead.percentile([], 0.95) != typing_ahead.percentile([], 0.95)
 
 
-def test_the_part_baked_needs_both_artifacts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_artifact_with_baked_prompts_needs_its_prompt(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        command.main(["somewhere", "--only", "baked"])
-    assert "--without" in capsys.readouterr().err
+        command.main(["somewhere", "--baked", "elsewhere"])
+    assert "--prompt" in capsys.readouterr().err
+
+
+def test_a_quick_run_bakes_a_copy_and_saves_every_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Live servers on a tiny model: what is checked is the command, not the figures."""
+    source, plain, saved = tmp_path / "source", tmp_path / "plain", tmp_path / "result.json"
+    save_model(source)
+    (source / "chat_template.jinja").write_text(QWEN)
+    run(source, plain, "passes: {}\n")
+    before = (plain / MANIFEST).read_bytes()
+    prompt = tmp_path / "system.txt"
+    prompt.write_text("You answer in few words, politely, and never guess. " * 3)
+    options = ["--quick", "--only", "baked", "--prompt", str(prompt), "--save-result", str(saved)]
+    command.main([str(plain), *options])
+    found = json.loads(saved.read_text())
+    assert found["baked: answers that differ"] == 0
+    assert 0.5 * found["baked: prompt tokens"] < found["baked: tokens found"] < found["baked: prompt tokens"]
+    assert found["baked: bytes beside the KV"] < 65536 < 65536 + found["baked: KV bytes"]
+    assert found["quick"] and found["rounds"] == 1 and found["load_average_after"] >= 0
+    assert len(found["baked: first"]["with"]) == len(found["baked: starts"]["without"]) == 1
+    assert (plain / MANIFEST).read_bytes() == before and not (plain / BLOCKS_FILE).exists()
+    assert "load_average_before" in capsys.readouterr().out
 
 
 def test_typing_is_measured_against_the_message_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
