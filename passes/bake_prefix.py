@@ -21,7 +21,7 @@ from optkit.graph.states import recurrent_of
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
 
 TEMPLATE = "chat template"
-PromptFile = Annotated[str, Field(min_length=1, max_length=1000)]
+PromptFile = Annotated[str, Field(min_length=1, max_length=1000, pattern=r"^[^\x00-\x1f\x7f]*$")]
 
 
 class BakePrefixConfig(Config):

@@ -41,6 +41,7 @@ FACTS, BLOCKS = "prefix.json", "prefix.safetensors"
 FACTS_FILE, BLOCKS_FILE = f"{INTERNAL}/{FACTS}", f"{INTERNAL}/{BLOCKS}"
 MAX_FACTS_BYTES = 1 << 20
 MAX_NODES = 1 << 16
+MAX_PROMPTS = 64
 WEIGHTS = re.compile(r"(?:optkit/(?:packed|constants)|[^/]+)\.safetensors|optkit/graph\.json", re.ASCII)
 
 Small = Annotated[int, Field(ge=0, le=1 << 20)]
@@ -78,7 +79,7 @@ class PrefixFacts(Schema):
     weights: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     computed_by: dict[Name, Name]
     layout: LayoutEntry
-    prompts: Annotated[list[PromptEntry], Field(min_length=1, max_length=64)]
+    prompts: Annotated[list[PromptEntry], Field(min_length=1, max_length=MAX_PROMPTS)]
 
 
 @dataclass(frozen=True)

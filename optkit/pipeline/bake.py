@@ -45,17 +45,30 @@ STEP_TOKENS = 2048
 Blocks = list[list[np.ndarray | None]]  # of each block of a prompt: the bytes of each group, or None
 
 
-def check_prompts(resolved: Sequence[Resolved]) -> None:
-    """Refuse prompts that can't be read, before a run.
+def check_prompts(resolved: Sequence[Resolved], directory: Path) -> None:
+    """Refuse prompts that can't be baked, before a run.
+
+    Args:
+        directory: the model; without a ``tokenizer.json`` only the files of prompts are checked.
 
     Raises:
-        UserError: a file is missing, or is no prompt.
+        UserError: a file is missing or is no prompt, there are too many, or the chat template refuses one.
     """
+    from optkit.artifact.prefix import MAX_PROMPTS
+    from optkit.text.tokenizer import Tokenizer
+
+    files: list[str] = []
     for item in resolved:
         candidates = getattr(item, "candidates", None)
         for entry in [item] if candidates is None else [one for found in candidates for one in found]:
-            if entry.pass_class.name == PASS:
-                read_prompts(entry.config.prompts)
+            files += entry.config.prompts if entry.pass_class.name == PASS else ()
+    prompts = read_prompts(list(dict.fromkeys(files)))
+    if len(prompts) >= MAX_PROMPTS:
+        raise UserError(f"{len(prompts)} prompts, at most {MAX_PROMPTS - 1} can be baked", where=PASS)
+    if prompts and (directory / "tokenizer.json").is_file():
+        tokenizer = Tokenizer.from_directory(directory)
+        for prompt in prompts:
+            prefix_ids(tokenizer, prompt)
 
 
 def baked_records(records: Sequence[PassRecord]) -> list[PassRecord]:
@@ -102,6 +115,7 @@ def bake(directory: Path, prompts: Sequence[KnownPrompt]) -> dict[str, Any]:
 def compute(directory: Path, prompts: Sequence[KnownPrompt], threads: int) -> dict[str, Any]:
     """Compute, compare and write; the result of ``bake``."""
     from optkit.artifact.open import Artifact
+    from optkit.artifact.prefix import read_prefix
     from optkit.text.tokenizer import Tokenizer
 
     artifact = Artifact.open(directory, verify=False)
@@ -124,6 +138,7 @@ def compute(directory: Path, prompts: Sequence[KnownPrompt], threads: int) -> di
             return {"tokens": counts, "refusal": f"the KV of {name} depends on the steps that compute it"}
         tree.add(name, tokens, first)
     num_bytes = tree.write(artifact, engine)
+    read_prefix(directory, engine.runner.vocab_size)  # what a server will check
     return {"tokens": counts, "kv_bytes": num_bytes}
 
 

@@ -138,7 +138,7 @@ def optimize(
     source = resolve(model, progress).with_adapters(adapters)
     info = validate_checkpoint(source.directory)
     check_text(recipe, source.directory)
-    check_prompts(resolved)
+    check_prompts(resolved, source.directory)
     target = present_target(recipe.target, where=f"recipe {recipe.name}")
     if target.kind == "cpu":
         found = estimate(info, resolved, target, final_tokens)

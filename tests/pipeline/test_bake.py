@@ -15,10 +15,11 @@ from optkit.artifact.open import Artifact
 from optkit.artifact.prefix import BLOCKS_FILE, FACTS_FILE, read_prefix
 from optkit.errors import UserError
 from optkit.passes.resolve import resolve_passes
+from optkit.pipeline import bake, publish
 from optkit.pipeline.bake import Tree, check_prompts, equal
 from optkit.runtime.engine import Engine
 from optkit.runtime.factory import open_engine
-from optkit.runtime.types import SamplingParams
+from optkit.runtime.types import EngineRequest, SamplingParams
 from optkit.text.prompt_files import KnownPrompt, prefix_ids
 from optkit.text.tokenizer import Tokenizer
 from tests.support.chat_templates import QWEN
@@ -210,7 +211,70 @@ def test_a_damaged_file_of_facts_is_refused(baked: Path, tmp_path: Path) -> None
 def test_a_missing_prompt_is_refused_before_the_run(tmp_path: Path) -> None:
     resolved = resolve_passes(recipe(f"passes:\n  bake_prefix: {{prompts: [{tmp_path / 'none.txt'}]}}\n"))
     with pytest.raises(UserError, match="the prompt can't be read"):
-        check_prompts(resolved)
+        check_prompts(resolved, tmp_path)
+
+
+def test_a_prompt_that_the_template_refuses_is_refused_before_the_run(source: Path, tmp_path: Path) -> None:
+    model, prompts = copy(source, tmp_path / "model"), tmp_path / "examples.json"
+    (model / "chat_template.jinja").write_text("{{ raise_exception('no system here') }}")
+    prompts.write_text(json.dumps([{"role": "system", "content": "Be kind."}]))
+    resolved = resolve_passes(recipe(f"passes:\n  bake_prefix: {{prompts: [{prompts}]}}\n"))
+    with pytest.raises(UserError, match="no system here"):
+        check_prompts(resolved, model)
+    check_prompts(resolved, tmp_path)  # without a tokenizer there
+
+
+def test_kv_that_depends_on_the_steps_is_not_stored(
+    baked: Path, system: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = copy(baked, tmp_path / "other")
+    (other / FACTS_FILE).unlink()
+    again = bake.computed_again
+
+    def another_bit(engine: Engine, ids: list[int]) -> bake.Blocks:
+        found = again(engine, ids)
+        block = found[-1][0]
+        assert block is not None
+        found[-1][0] = block ^ 1
+        return found
+
+    monkeypatch.setattr(bake, "computed_again", another_bit)
+    result = bake.compute(other, [KnownPrompt("x", [{"role": "system", "content": SYSTEM}])], 1)
+    assert result["refusal"] == "the KV of x depends on the steps that compute it"
+    assert not (other / FACTS_FILE).exists()
+
+
+def test_a_refusal_rolls_the_pass_back(
+    source: Path, system: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = {"tokens": {"system.txt": 9}, "refusal": "no prompt fills a block of 32 tokens"}
+    monkeypatch.setattr(publish, "bake", lambda directory, prompts: dict(refused))
+    record = run(source, tmp_path / "out", f"passes:\n  bake_prefix: {{prompts: [{system}]}}\n")
+    assert record.passes[-1].decision == "rolled back"
+    assert Artifact.open(tmp_path / "out").manifest["files"].keys().isdisjoint({FACTS_FILE, BLOCKS_FILE})
+
+
+def test_tenants_share_the_prompts_of_the_artifact_and_nothing_behind(baked: Path) -> None:
+    engine, ids = open_engine(str(baked)), prompt(baked)
+    (pin,) = [pin for pin in engine.pins() if pin.name == "artifact:system.txt"]
+    found = []
+    for number, salt in enumerate(("a:", "b:", "a:")):
+        before = engine.stats().prefix_cache_hits
+        sampling = SamplingParams(max_tokens=1)
+        more = [*ids, *ids[:40]]  # blocks of a tenant's own
+        engine.add_request(
+            EngineRequest(
+                request_id=str(number),
+                prompt_ids=tuple(more),
+                sampling=sampling,
+                arrival=0.0,
+                cache_salt=salt,
+            )
+        )
+        while engine.has_work:
+            engine.step()
+        found.append(engine.stats().prefix_cache_hits - before)
+    assert found[0] == found[1] == pin.num_tokens < found[2]
 
 
 def test_kv_that_differs_in_a_bit_is_not_equal() -> None:

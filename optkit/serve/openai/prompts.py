@@ -126,6 +126,18 @@ class PromptReader:
             len(text), functools.partial(self.tokenizer.encode, text, add_special_tokens=special)
         )
 
+    async def ids_of_each(self, texts: Sequence[str], param: str, special: bool) -> list[list[int]]:
+        """Token ids of each of ``texts``, computed in one go; ``param`` is the field that they come from.
+
+        Raises:
+            ApiError: 400, a text too long for the context by its bytes alone.
+        """
+        longest = max(texts, key=len)
+        if len(longest) > self.max_model_len:
+            self._refuse_hopeless(longest, param)
+        encode = functools.partial(self.tokenizer.encode, add_special_tokens=special)
+        return await self._run(sum(map(len, texts)), lambda: [encode(text) for text in texts])
+
     async def text_of(self, ids: Sequence[int]) -> str:
         """Text of token ids of the vocabulary, special tokens included."""
         decode = functools.partial(self.tokenizer.decode, ids, skip_special_tokens=False)

@@ -30,7 +30,7 @@ async def stable_ids(prompts: PromptReader, request: WarmRequest) -> list[int]:
         found = await _chat_ids(prompts, request)
     elif isinstance(request.prompt, str):
         texts = endings(request.prompt)
-        found = stable_prefix([await prompts.token_ids(t, request.add_special_tokens) for t in texts])
+        found = stable_prefix(await prompts.ids_of_each(texts, "prompt", request.add_special_tokens))
     else:
         prompts.check_ids("prompt", request.prompt)
         found = request.prompt
@@ -44,17 +44,20 @@ async def _chat_ids(prompts: PromptReader, request: WarmChat) -> list[int]:
     if request.session:
         ends = [last.model_copy(update={"content": text}) for text in endings(last.content)]
         grown = [[*request.messages[:-1], end] for end in ends]
-        return stable_prefix([await prompts.chat_ids(copy) for copy in _copies(request, grown)])
+        return stable_prefix(await _ids_of_each(prompts, request, grown))
     if last.role in COMPLETE_ROLES or request.continue_final_message:
-        return await prompts.chat_ids(request)
+        return common_prefix(await _ids_of_each(prompts, request, [request.messages]))
     turns = [Message(role="user", content=text) for text in NEXT_TURNS]
-    going_on = [[*request.messages, turn] for turn in turns]
-    return common_prefix([await prompts.chat_ids(copy) for copy in _copies(request, going_on)])
+    return common_prefix(await _ids_of_each(prompts, request, [[*request.messages, turn] for turn in turns]))
 
 
-def _copies(request: WarmChat, conversations: Sequence[list[Message]]) -> list[WarmChat]:
-    """``request`` with each of ``conversations``."""
-    return [request.model_copy(update={"messages": messages}) for messages in conversations]
+async def _ids_of_each(
+    prompts: PromptReader, request: WarmChat, conversations: Sequence[list[Message]]
+) -> list[list[int]]:
+    """Token ids of ``request`` with each of ``conversations``."""
+    copies = [request.model_copy(update={"messages": messages}) for messages in conversations]
+    texts = [await prompts.render(copy) for copy in copies]
+    return await prompts.ids_of_each(texts, "messages", bool(request.add_special_tokens))
 
 
 def refuse_empty(request: WarmRequest, num_tokens: int, block_size: int) -> None:

@@ -2,13 +2,18 @@
 
 A *pin* keeps the KV until it is dropped; without a pin the KV is cached like that of a finished request. A *session* is
 a prompt that grows: a call takes the place of the session's call before, which ends at once, and the KV so far is
-leased for ``SESSION_SECONDS``. Names of pins belong to the tenant, so a tenant sees and drops its own.
+leased for ``SESSION_SECONDS``. Names of pins belong to the tenant, so a tenant sees and drops its own; salts are not
+shown, since a salt is a secret among the users of a key.
+
+Calls hold at most a quarter of the server's places, and prompts are tokenized one call after another: however many
+clients type, requests are admitted and tokenized as without them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import struct
 import time
 import uuid
@@ -19,6 +24,7 @@ from typing import Any, NamedTuple, cast
 
 from optkit.runtime.prefill import PinInfo, Prefill
 from optkit.runtime.types import EngineRequest, SamplingParams, TokenOutput
+from optkit.serve.http.admission import Admission
 from optkit.serve.http.errors import ApiError
 from optkit.serve.openai.generation import raise_failure
 from optkit.serve.openai.response import AppState
@@ -29,6 +35,7 @@ from optkit.text.stable_prefix import whole_blocks
 SESSION_SECONDS = 60.0  # after the last call of a session, its KV is like that of a finished request
 BAKED = "artifact"  # begins the names of pins of the artifact's own prefixes
 SESSION = "session"
+SHARE_OF_PLACES = 4  # one in so many
 
 
 class SessionName(NamedTuple):
@@ -45,6 +52,12 @@ class WarmService:
 
     state: AppState
     _calls: dict[SessionName, asyncio.Event] = field(default_factory=dict)  # set: a later call took the place
+    _key: bytes = field(default_factory=lambda: os.urandom(16))
+
+    def __post_init__(self) -> None:
+        places = max(1, self.state.admission.capacity // SHARE_OF_PLACES)
+        self._places = Admission(places, self.state.metrics.rejections["max_queue"].inc)
+        self._tokenizing = asyncio.Semaphore(1)
 
     def check(self, request: WarmRequest) -> None:
         """Refuse a call that this server can't serve.
@@ -95,10 +108,11 @@ class WarmService:
 
     async def _compute(self, request: WarmRequest, tenant: str, arrival: float) -> dict[str, Any]:
         block_size, salt = self.state.settings.limits.block_size, f"{tenant}:{request.cache_salt or ''}"
-        with self.state.admission.permits(1):
-            ids = await stable_ids(self.state.prompts, request)
+        with self._places.permits(1), self.state.admission.permits(1):
+            async with self._tokenizing:
+                ids = await stable_ids(self.state.prompts, request)
             refuse_empty(request, len(ids), block_size)
-            whole, name = whole_blocks(ids, block_size), pin_name(request, salt, ids)
+            whole, name = whole_blocks(ids, block_size), self._pin_name(request, salt, ids)
             end = TokenOutput(request_id="", token_ids=())
             if whole:
                 lease = SESSION_SECONDS if request.session else None
@@ -129,6 +143,19 @@ class WarmService:
                 if output.finish_reason is not None:
                     return output
         raise ApiError("the engine is gone; try again", code="engine_unavailable", status=503, retry_after=1)
+
+    def _pin_name(self, request: WarmRequest, salt: str, ids: list[int]) -> str:
+        """The name of the pin or lease: given, of the session, or made of the content; "" for neither."""
+        if request.session:
+            salted = f"{self._hash(salt.encode())[:8]}:" if request.cache_salt else ""
+            return f"{SESSION}:{salted}{request.session}"
+        if not request.pin:
+            return ""
+        return request.id or f"pin-{self._hash(salt.encode() + struct.pack(f'<{len(ids)}I', *ids))[:16]}"
+
+    def _hash(self, data: bytes) -> str:
+        """Hexadecimal digits that tell nothing about ``data``."""
+        return hashlib.blake2s(data, key=self._key).hexdigest()
 
     async def listing(self, tenant: str) -> dict[str, Any]:
         """The pins that ``tenant`` may see."""
@@ -161,16 +188,6 @@ class WarmService:
         return answer.pins
 
 
-def pin_name(request: WarmRequest, salt: str, ids: list[int]) -> str:
-    """The name of the pin or lease: given, of the session, or made of the content; "" for neither."""
-    if request.session:
-        return f"{SESSION}:{request.cache_salt or ''}:{request.session}"
-    if not request.pin:
-        return ""
-    digest = hashlib.sha256(salt.encode() + struct.pack(f"<{len(ids)}I", *ids)).hexdigest()
-    return request.id or f"pin-{digest[:16]}"
-
-
 def is_visible(pin: PinInfo, tenant: str) -> bool:
     """True for a pin of ``tenant`` or of all."""
     return pin.cache_salt is None or pin.name.startswith(f"{tenant}:")
@@ -187,5 +204,5 @@ def entry(pin: PinInfo, tenant: str) -> dict[str, Any]:
         "bytes": pin.num_bytes,
         "age": round(pin.age, 3),
         "expires_in": None if pin.expires_in is None else round(pin.expires_in, 3),
-        "cache_salt": None if pin.cache_salt is None else pin.cache_salt.partition(":")[2] or None,
+        "salted": bool(pin.cache_salt and pin.cache_salt.partition(":")[2]),
     }

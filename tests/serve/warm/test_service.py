@@ -111,6 +111,46 @@ def test_salts_and_tenants_share_nothing() -> None:
         assert (cached(answer) > 0) == found
 
 
+def test_salts_are_not_shown_and_part_sessions_of_the_same_name() -> None:
+    app, _ = app_with()
+    for salt in ("secret-1", "secret-2"):
+        told = post(app, WARM, {"prompt": [7] * 40, "session": "s", "cache_salt": salt})
+        assert told.status_code == 200 and salt not in told.text
+    post(app, WARM, {"prompt": [7] * 40, "pin": True})
+    listing = call(app, "GET", WARM)
+    assert "secret" not in listing.text
+    found = listing.json()["data"]
+    assert [pin["salted"] for pin in found] == [True, True, False]
+    assert len({pin["id"] for pin in found}) == 3
+    assert call(app, "DELETE", f"{WARM}/{found[0]['id']}").json()["deleted"] is True
+
+
+def test_waiting_calls_leave_places_for_requests() -> None:
+    engine = SteppedEngine(max_model_len=1024, max_num_seqs=4, max_num_batched_tokens=16)
+    app = tiny_app(engine, QWEN, max_queue=4, **LIMITS | {"max_num_seqs": 4})
+
+    async def go() -> tuple[list[int], int]:
+        async with client(app) as http:
+            bodies = [{"prompt": [number + 5] * 400} for number in range(6)]
+            calls = [asyncio.create_task(http.post(WARM, json=body)) for body in bodies]
+            await asyncio.sleep(0)
+            answer = await http.post("/v1/completions", json={"prompt": [9] * 8, "max_tokens": 2})
+            return [(await each).status_code for each in calls], answer.status_code
+
+    statuses, answer = asyncio.run(go())
+    assert sorted(statuses) == [200, 200, 429, 429, 429, 429] and answer == 200
+
+
+def test_a_text_that_is_too_long_in_bytes_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    app, _ = app_with()
+    tokenizer, seen = app.state.parts.prompts.tokenizer, []
+    monkeypatch.setattr(tokenizer, "encode", lambda *args, **kwargs: seen.append(args))
+    for body in ({"prompt": "x" * 400_000}, {"messages": [{"role": "user", "content": "x" * 400_000}]}):
+        answer = post(app, WARM, body)
+        assert answer.status_code == 400 and "context length" in answer.json()["error"]["message"]
+    assert not seen
+
+
 @pytest.mark.parametrize(
     ("body", "status", "param"),
     [
@@ -170,7 +210,7 @@ def test_a_growing_prompt_takes_the_place_of_the_shorter_one() -> None:
         assert told["cached_tokens"] >= seen - 4  # nothing is computed twice but the end
         seen = told["warm_tokens"]
     (pin,) = call(app, "GET", WARM).json()["data"]
-    assert pin["id"] == "session::s" and 0 < pin["expires_in"] <= service.SESSION_SECONDS
+    assert pin["id"] == "session:s" and 0 < pin["expires_in"] <= service.SESSION_SECONDS
     assert pin["tokens"] == seen
     body = {"messages": [{"role": "user", "content": "".join(words)}], "max_tokens": 8, "temperature": 0}
     answer = post(app, CHAT, {**body, "ttft_details": True}).json()
