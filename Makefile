@@ -21,7 +21,7 @@ OVER     = awk -F== 'NR == FNR {its[$$1]} NR == FNR || !($$1 in its)' $(1) const
 SOURCES := $(shell find optkit passes kernels/ops recipes -name '*.py' -o -name '*.cpp' -o -name '*.yaml')
 RESULTS := bench/results
 
-.PHONY: help demo test test-oldest lint format bench peers coverage soak chaos emulated arm sanitize clients wheel clean artifact-verified FORCE
+.PHONY: help demo test test-oldest lint format bench peers coverage soak chaos emulated arm sanitize clients browser wheel clean artifact-verified FORCE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -40,6 +40,7 @@ help:
 	@echo "make sanitize native code under GCC's address, undefined-behaviour and thread sanitizers (an hour)"
 	@echo "make arm      native kernels for 64-bit Arm, cross-compiled and emulated (g++-aarch64-linux-gnu, qemu-user; minutes)"
 	@echo "make clients  other projects' clients and agents, unmodified: chats, loads and tool loops to their end"
+	@echo "make browser  the page at /demo in headless Chromium, fetched from npm into .browser (0.3 GB; needs Node.js)"
 	@echo "make wheel    build the wheel into dist/, install it into fresh environments and try the commands there"
 	@echo "make clean    remove .venv, the artifact and caches of this directory"
 	@echo
@@ -187,6 +188,20 @@ clients: .clients/.made .agents/.made $(VENV)/.test artifact-verified
 	$(CLIENT_TESTS) .clients/bin/python -m pytest --confcutdir=tests/clients tests/clients/libraries $(ARGS) || status=1; \
 	exit $$status
 
+# Chromium and the libraries it is linked with, from one npm package without scripts.
+CHROMIUM := @sparticuz/chromium@147.0.1
+UNPACK   := const z = require("zlib"); for (const name of ["chromium", "al2023.tar"]) \
+    fs.writeFileSync(name, z.brotliDecompressSync(fs.readFileSync("package/bin/" + name + ".br")))
+
+browser: .browser/chromium $(VENV)/.test
+	OPTKIT_CHROMIUM=.browser/chromium $(BIN)/python -m pytest tests/serve/demo $(ARGS)
+
+.browser/chromium:
+	@echo "fetching headless Chromium into .browser"
+	@mkdir -p .browser
+	@cd .browser && npm pack --silent $(CHROMIUM) > name && tar xzf $$(cat name) && node -e '$(UNPACK)' \
+	    && tar xf al2023.tar && chmod +x chromium && rm -r package al2023.tar $$(cat name) name
+
 .clients/.made: tests/clients/libraries/requirements.txt | $(VENV)/.run
 	@echo "installing the clients into .clients"
 	@$(PYTHON) -m venv --clear .clients
@@ -222,4 +237,4 @@ format: $(VENV)/.lint
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .clients .agents .oldest artifact .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist ./*.egg-info
+	rm -rf $(VENV) .clients .agents .browser .oldest artifact .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist ./*.egg-info

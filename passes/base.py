@@ -37,7 +37,7 @@ class Stage(enum.IntEnum):
         TRANSFORM: changes or removes float weights.
         QUANTIZE: stores weights in fewer bits.
         KERNELS: chooses the type of the KV cache, and the kernels that read the type.
-        COMPILE: generates code.
+        COMPILE: generates code or KV for the finished graph.
     """
 
     FUSE = 1
@@ -119,13 +119,14 @@ class Pass(ABC):
     """An optimization. ``name`` is the row in the table of passes and the key in recipes.
 
     ``exact`` passes change no value beyond float rounding: the driver applies a tight numeric bound, also in a
-    recipe without bounds.
+    recipe without bounds. A pass that is not ``measured`` leaves the graph as it is.
     """
 
     name: ClassVar[str]
     stage: ClassVar[Stage]
     last_stage: ClassVar[Stage | None] = None  # None: ``stage``, the only place
     exact: ClassVar[bool] = True
+    measured: ClassVar[bool] = True
     Config: ClassVar[type[Config]] = Config
 
     def __init__(self, config: Any = None) -> None:

@@ -79,13 +79,15 @@ class RunningServer:
 
 
 @contextmanager
-def started(command: Sequence[str], port: int, timeout: float = START_TIMEOUT) -> Iterator[RunningServer]:
-    """``running`` for callers with interest in the process."""
+def started(
+    command: Sequence[str], port: int, timeout: float = START_TIMEOUT, interval: float = 0.1
+) -> Iterator[RunningServer]:
+    """``running`` for callers with interest in the process, or in the time: ``/health`` is asked every ``interval``."""
     with tempfile.TemporaryFile() as log, _sigterm_exits():
         process = _spawn(command, log)
         try:
             url = f"http://{HOST}:{port}"
-            _wait_healthy(process, url, log, timeout)
+            _wait_healthy(process, url, log, timeout, interval)
             yield RunningServer(url, process)
         finally:
             stop(process)
@@ -99,7 +101,9 @@ def _spawn(command: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
     )
 
 
-def _wait_healthy(process: subprocess.Popen[bytes], url: str, log: IO[bytes], timeout: float) -> None:
+def _wait_healthy(
+    process: subprocess.Popen[bytes], url: str, log: IO[bytes], timeout: float, interval: float
+) -> None:
     deadline = time.monotonic() + timeout
     while not healthy(url):
         if process.poll() is not None:
@@ -108,7 +112,7 @@ def _wait_healthy(process: subprocess.Popen[bytes], url: str, log: IO[bytes], ti
             )
         if time.monotonic() > deadline:
             raise UserError(f"not healthy after {timeout:g} s: {_tail(log)}", where=_name(process))
-        time.sleep(0.1)
+        time.sleep(interval)
 
 
 def healthy(url: str) -> bool:

@@ -100,6 +100,7 @@ def facts(artifact: Artifact, run: RunRecord) -> dict[str, Any]:
         "bounds": list(bounds(artifact, run)),
         "code": code_line(artifact),
         "states": state_memory(artifact),
+        "baked": baked_facts(artifact),
         JSON_NAMES["variants"]: variant_names(run),
     }
     return known | run.to_dict() | more
@@ -130,6 +131,23 @@ def state_memory(artifact: Artifact) -> dict[str, Any]:
     tokens = {"kv_tokens": plan.num_tokens} if meta.kv_specs else {}
     recurrent = {"state_slots": slots, "state_checkpoints": checkpoints} if known["sequence_bytes"] else {}
     return known | tokens | recurrent
+
+
+def baked_facts(artifact: Artifact) -> dict[str, Any]:
+    """Tokens of each baked prompt, and the bytes of their KV; empty without."""
+    from optkit.artifact.prefix import BLOCKS_FILE, has_prefix, read_facts
+
+    if not has_prefix(artifact.directory):
+        return {}
+    prompts = {prompt.name: prompt.tokens for prompt in read_facts(artifact.directory).prompts}
+    return {"prompts": prompts, "bytes": artifact.manifest["files"][BLOCKS_FILE]["bytes"]}
+
+
+def baked_lines(artifact: Artifact) -> Iterator[str]:
+    """A sentence on ``baked_facts``."""
+    if found := baked_facts(artifact):
+        prompts = ", ".join(f"{name} ({tokens} tokens)" for name, tokens in found["prompts"].items())
+        yield f"baked prompts: {prompts}; {found['bytes']:,} bytes of KV"
 
 
 def state_lines(artifact: Artifact) -> Iterator[str]:
@@ -246,7 +264,7 @@ def show_artifact(artifact: Artifact, run: RunRecord) -> None:
         show_table(alternatives_table(label, records))
     show_table(compiled_table(compiled_variants(run)))
     show(code_line(artifact))
-    for line in state_lines(artifact):
+    for line in (*state_lines(artifact), *baked_lines(artifact)):
         show(line)
     if names := variant_names(run):
         show(f"variants {', '.join(names)} in a step: answers depend on the number of tokens in a step")

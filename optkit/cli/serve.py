@@ -106,6 +106,14 @@ def serve(
             help="Path of the server behind a proxy, such as /llm; requests may come with it or without.",
         ),
     ] = "",
+    demo: Annotated[
+        bool,
+        typer.Option(
+            "--demo",
+            rich_help_panel=ACCESS,
+            help="Serve a page at /demo that has a prompt computed while it is typed, and measures the first token.",
+        ),
+    ] = False,
     ssl_certfile: Annotated[
         Path | None,
         typer.Option(
@@ -212,6 +220,7 @@ def serve(
             allowed_origins=tuple(allowed_origins or ()),
             root_path=root_path,
             response_cache_bytes=_cache_bytes(response_cache),
+            demo=demo,
             ssl_certfile=ssl_certfile,
             ssl_keyfile=ssl_keyfile,
             engine=engine_options,

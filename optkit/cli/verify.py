@@ -64,13 +64,17 @@ def content_problems(artifact: Artifact) -> Iterator[str]:
     """The first reason against using the recipe or the graph."""
     from safetensors import SafetensorError
 
+    from optkit.artifact.prefix import has_prefix, read_prefix
     from optkit.errors import UserError
     from optkit.graph.verify import VerifyError
     from optkit.graph.verify import verify as verify_graph
 
     try:
         _ = artifact.recipe
-        verify_graph(artifact.graph())
+        graph = artifact.graph()
+        verify_graph(graph)
+        if has_prefix(artifact.directory):
+            read_prefix(artifact.directory, graph.meta.vocab_size)
         yield from code_problems(artifact)
     except (UserError, VerifyError, SafetensorError, OSError, ValueError, RecursionError) as error:
         yield str(error)

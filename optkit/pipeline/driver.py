@@ -24,6 +24,7 @@ from optkit.passes.base import Progress, no_progress
 from optkit.passes.resolve import Alternatives, Resolved, ResolvedPass, resolve_passes
 from optkit.pipeline.alternatives import Choice, choose
 from optkit.pipeline.apply import PassFailed
+from optkit.pipeline.bake import check_prompts
 from optkit.pipeline.cache import PassCache
 from optkit.pipeline.chain import Chain
 from optkit.pipeline.compile_hook import ensure_code
@@ -137,6 +138,7 @@ def optimize(
     source = resolve(model, progress).with_adapters(adapters)
     info = validate_checkpoint(source.directory)
     check_text(recipe, source.directory)
+    check_prompts(resolved, source.directory)
     target = present_target(recipe.target, where=f"recipe {recipe.name}")
     if target.kind == "cpu":
         found = estimate(info, resolved, target, final_tokens)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from optkit.artifact import measured_on
-from optkit.artifact.manifest import INTERNAL, NATIVE, write_manifest
+from optkit.artifact.manifest import INTERNAL, MANIFEST, NATIVE, write_manifest
 from optkit.artifact.staging import staging
 from optkit.checkpoint.compressed_tensors_writer import PACKED_FILE, runtime_tensors
 from optkit.checkpoint.hf_writer import write_model
@@ -26,6 +26,7 @@ from optkit.graph.serialize import graph_to_json
 from optkit.lowering.precision import compute_dtype
 from optkit.machine.target import Target
 from optkit.pipeline import check
+from optkit.pipeline.bake import bake, baked_records, planned_prompts
 from optkit.pipeline.candidates import file_text
 from optkit.pipeline.compile_hook import write_code
 from optkit.pipeline.explain import misses
@@ -61,6 +62,9 @@ def write_artifact(
         if packed:
             save_tensors(packed, internal / PACKED_FILE)
         write_code(graph, target, directory / NATIVE)
+        (internal / "graph.json").write_text(graph_to_json(graph), "utf-8")
+        (internal / "recipe.yaml").write_text(recipe.to_yaml(), "utf-8")
+        write_baked(directory, source, recipe, run)
         report = {"model": source.name, "recipe": recipe.name, "target": asdict(target), **run.to_dict()}
         report["missed_predictions"] = misses(records_of(run))
         if digest := text_digest(recipe):
@@ -68,8 +72,6 @@ def write_artifact(
         if target.kind == "cpu":
             report["machine"] = measured_on.this_machine()
         texts = {
-            "graph.json": graph_to_json(graph),
-            "recipe.yaml": recipe.to_yaml(),
             "report.json": json.dumps(report, indent=1) + "\n",
             "report.html": report_html(report),
         }
@@ -81,6 +83,24 @@ def write_artifact(
         if target.kind == "cpu" or torch.cuda.is_available():
             dtype = compute_dtype(recipe.runtime.compute_dtype)
             check.check_reopened(directory, graph, target, dtype)
+
+
+def write_baked(directory: Path, source: ModelSource, recipe: Recipe, run: RunRecord) -> None:
+    """Write the KV of the prompts of ``bake_prefix``; the pass is rolled back where the KV can't be reproduced."""
+    records = baked_records(run.passes)
+    if not records:
+        return
+    prompts = planned_prompts(records)
+    write_manifest(directory, manifest(source, recipe, run, {}))  # the runtime opens finished artifacts alone
+    try:
+        found = bake(directory, prompts)
+    finally:
+        (directory / MANIFEST).unlink()
+    reason = found.pop("refusal", None)
+    for record in records:
+        record.stats |= found
+        if reason is not None:
+            record.decided("rolled back", reason)
 
 
 def plugins_of(graph: Graph) -> dict[str, dict[str, str]]:

@@ -118,6 +118,7 @@ class PassRunner:
         """The state after each pass of ``group``; a pass without a judge is kept unmeasured."""
         states = []
         for resolved, judge in zip(group, judges, strict=True):
+            judge = judge if resolved.pass_class.measured else None
             state = self.run_one(resolved, state, judge)
             states.append(state)
             if judge is not None or state.record["decision"] == "skipped":

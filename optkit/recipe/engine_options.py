@@ -97,6 +97,16 @@ class SchedulingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             recipe="serving.enable_prefix_caching",
         ),
     ] = True
+    pinned_cache_share: Annotated[
+        float,
+        about(
+            "Share of the KV cache that pinned prefixes may take together (POST /v1/cache/warm, baked prompts). Pinned "
+            "KV is not evicted, so the rest is what requests have. 0 pins nothing.",
+            recipe="serving.pinned_cache_share",
+            ge=0,
+            le=0.9,
+        ),
+    ] = 0.5
     scheduling_policy: Annotated[
         Literal["fcfs", "slo"],
         about(

@@ -155,6 +155,9 @@ class Serving(_Section):
         DEFAULTS.queue_timeout
     )
     enable_prefix_caching: bool = DEFAULTS.enable_prefix_caching
+    pinned_cache_share: Annotated[float, Field(allow_inf_nan=False, **bounds("pinned_cache_share"))] = (
+        DEFAULTS.pinned_cache_share
+    )
     kv_offload_bytes: OffloadBytes | None = DEFAULTS.kv_offload_bytes
     state_checkpoints: Annotated[int, Field(**bounds("state_checkpoints"))] | None = (
         DEFAULTS.state_checkpoints

@@ -29,6 +29,7 @@ from optkit.runtime.kv.offload import CorruptBlock, HostBlockStore
 from optkit.runtime.kv.pools import memory_plan
 from optkit.runtime.kv.shareable import note_step
 from optkit.runtime.pooling import MAX_TEXTS, Pooling
+from optkit.runtime.prefill import PinInfo
 from optkit.runtime.sampling.logprobs import LogprobRunner
 from optkit.runtime.sampling.sampler import sample
 from optkit.runtime.sampling.speculative import first_rows, verify
@@ -237,6 +238,17 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forget the KV outside of running requests, in the pool and offloaded."""
         self.scheduler.reset_prefix_cache()
+
+    def pins(self) -> list[PinInfo]:
+        """The pinned prefixes, the oldest first."""
+        kv, now = self.scheduler.kv, self.scheduler.clock()
+        kv.pins.expire(now)
+        size = self.runner.kv_bytes // (self.config.num_blocks + any(self.config.kv_windows))
+        return [pin.info(now, self.config.block_size, size) for pin in kv.pins]
+
+    def unpin(self, name: str) -> bool:
+        """End a pin; the KV stays cached until the room is needed. False where there is no such pin."""
+        return self.scheduler.kv.pins.drop(name)
 
     def add_embedding(self, request_id: str, prompts: Sequence[Sequence[int]], pooling: Pooling) -> None:
         """Queue texts of token ids to embed (``optkit.runtime.embedding``).

@@ -24,6 +24,7 @@ from optkit.lowering.lower import Executable
 from optkit.machine.heap import trim_heap
 from optkit.machine.present import present_target
 from optkit.recipe.engine_options import MAX_REQUESTS, NO_SPECULATION, EngineOptions, engine_options
+from optkit.runtime.baked import adopt_baked
 from optkit.runtime.embedding import Embedder
 from optkit.runtime.engine import Engine, RequestFailed
 from optkit.runtime.hidden_graph import hidden_graph
@@ -113,6 +114,8 @@ def load_engine(artifact_dir: str, options: EngineOptions) -> Engine:
     if shared is not None:
         engine.make_embedder = lambda: embedder(artifact, shared, engine.config)
     warm_up(engine, artifact_dir)
+    if isinstance(engine.runner, ModelRunner):
+        adopt_baked(engine, artifact, engine.runner)
     trim_heap()
     return engine
 

@@ -157,6 +157,9 @@ class OverlapScheduler(Scheduler):
             return [self._fail(expected.item.request, result)]
         if result is None:
             self._publish(expected)
+            request = expected.item.request
+            if request.is_prefill_only and expected.keeps_blocks and expected.end == request.num_prompt:
+                self._end_prefill(request)
             return []
         return self._fill_in(expected, result[0])
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
+from optkit.runtime.prefill import Prefill
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -107,6 +109,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
         arrival: ``time.monotonic()`` in the API process, before tokenization.
         priority: a smaller value is served earlier; ignored by ``fcfs``.
         cache_salt: requests of different salts share no KV.
+        prefill: for a request that computes the KV of its prompt and generates nothing.
     """
 
     request_id: str
@@ -115,6 +118,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     arrival: float
     priority: int = 0
     cache_salt: str = ""
+    prefill: Prefill | None = None
 
     @property
     def reads_prefix_cache(self) -> bool:
@@ -172,6 +176,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
         retry_after: seconds after which a request refused for lack of time may come again.
         first: with the first token, or with an end without a token.
         num_preemptions: of the request so far.
+        num_prefilled: tokens with cached KV, at the end of a request without an answer.
     """
 
     request_id: str
@@ -184,6 +189,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     stop_token: int | None = None
     num_preemptions: int = 0
+    num_prefilled: int = 0
 
     @property
     def generated_ids(self) -> tuple[int, ...]:
@@ -198,9 +204,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     ``optkit.runtime.scheduling.step_sizes`` and ``step_tokens`` the tokens of all steps. ``kv_blocks_cached`` belong
     to no request and keep their KV until the room is needed. ``prefix_cache_queries`` are prompt tokens that were
     looked up, ``prefix_cache_hits`` the tokens found and taken over, ``prefix_cache_lost`` the tokens found that were
-    computed again for lack of a checkpoint of the recurrent state. On a GPU ``graph_captures`` and
-    ``kernel_compilations`` stay constant once the engine is warm, and ``eager_steps`` fit no bucket. ``forced_tokens``
-    had no alternative in a constraint and were computed together with the token before.
+    computed again for lack of a checkpoint of the recurrent state. ``kv_blocks_pinned`` are among those used. On a
+    GPU ``graph_captures`` and ``kernel_compilations`` stay constant once the engine is warm, and ``eager_steps`` fit
+    no bucket. ``forced_tokens`` had no alternative in a constraint and were computed together with the token before.
     """
 
     num_running: int = 0
@@ -209,6 +215,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     kv_blocks_cached: int = 0
     kv_blocks_total: int = 0
     kv_blocks_offloaded: int = 0
+    kv_blocks_pinned: int = 0
     num_preemptions: int = 0
     num_deferred: int = 0
     state_slots_used: int = 0
@@ -296,7 +303,8 @@ class PrefillTimes:
 class Request:
     """A request inside the engine: the tokens so far and the number of tokens with KV.
 
-    Invariant: ``0 <= num_computed <= len(token_ids)``; new work is ``token_ids[num_computed:]``.
+    Invariant: ``0 <= num_computed <= len(token_ids)``; new work is ``token_ids[num_computed:]``. The last token of a
+    request without an answer stands for all that may follow, and is never computed.
 
     Attributes:
         block_tables: a block table for each group of layers (``optkit.graph.kv_layout``); empty without a place. The
@@ -357,8 +365,13 @@ class Request:
 
     @property
     def num_pending(self) -> int:
-        """Number of tokens without KV."""
-        return len(self.token_ids) - self.num_computed
+        """Number of tokens without KV, to be computed."""
+        return len(self.token_ids) - self.num_computed - self.is_prefill_only
+
+    @property
+    def is_prefill_only(self) -> bool:
+        """True for a request that generates nothing."""
+        return self.received.prefill is not None
 
     @property
     def is_pending(self) -> bool:

@@ -8,6 +8,7 @@
 ``POST /reset_prefix_cache``   drop the KV of finished requests
 ``GET /openapi.json``          requests and answers of the server, as OpenAPI 3.1
 ``GET /version``
+``GET /demo``                  with ``--demo``: a page that shows typing ahead (``optkit.serve.demo``)
 =============================  =================================================================
 
 Paths with GET have HEAD, too; OPTIONS answers with the ``Allow`` header of a 405 (RFC 9110, 9.3 and 15.5.6).
@@ -31,6 +32,7 @@ from starlette.exceptions import HTTPException
 from optkit.json_names import JSON_NAMES
 from optkit.serve.app_state import AppState
 from optkit.serve.constraints.checker import ConstraintChecker
+from optkit.serve.demo import add_demo
 from optkit.serve.engine_api import AsyncEngine, ServeSettings
 from optkit.serve.http.admission import Admission
 from optkit.serve.http.auth import AuthMiddleware, path_of
@@ -87,6 +89,8 @@ def create_app(
     app.state.parts, app.state.draining = state, False
     _add_errors(app)
     add_routes(app, state)
+    if settings.demo:
+        add_demo(app)
     _add_models(app, settings)
     _add_health(app, state, settings)
     if settings.response_cache_bytes:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.pooling import Pooling
+from optkit.runtime.process.ipc import PinList
 from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.types import EngineRequest, EngineStats, TokenOutput
 
@@ -52,6 +53,10 @@ class AsyncEngine(TokenSource, Protocol):
         """The vectors of token ids, or the reason why there are none; cancelling the call drops the texts."""
         ...
 
+    async def pins(self, drop: str | None = None) -> PinList:
+        """The pinned prefixes, after the pin ``drop`` has ended."""
+        ...
+
 
 @dataclass(frozen=True)
 class ServeSettings:
@@ -65,6 +70,7 @@ class ServeSettings:
         allowed_hosts: accepted ``Host`` names; None accepts any. Names stop DNS rebinding on loopback.
         allowed_origins: origins of web pages that may read answers (CORS).
         root_path: path of the server behind a proxy, such as "/llm".
+        demo: serve the page at ``/demo``.
         fingerprint: changes with the model and the version of optkit.
         response_cache_bytes: memory of the exact response cache; 0 is none.
         request_timeout: seconds from arrival to the last token; None: no limit.
@@ -83,3 +89,4 @@ class ServeSettings:
     allowed_origins: tuple[str, ...] = ()
     root_path: str = ""
     response_cache_bytes: int = 0
+    demo: bool = False

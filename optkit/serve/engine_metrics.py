@@ -44,6 +44,7 @@ class EngineGauges(Collector):
                 "KV blocks of no sequence, kept for prompts.",
                 stats.kv_blocks_cached,
             ),
+            ("optkit:kv_pinned_blocks", "KV blocks of pinned prefixes.", stats.kv_blocks_pinned),
             ("optkit:kv_offloaded_blocks", "KV blocks in the store.", stats.kv_blocks_offloaded),
             ("optkit:state_slots_used", "Recurrent states of running requests.", stats.state_slots_used),
             ("optkit:state_checkpoints", "Recurrent states kept for prompts.", stats.checkpoints_used),

@@ -17,6 +17,7 @@ from optkit.serve.openai.protocol import ChatRequest, CompletionRequest
 from optkit.serve.openai.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from optkit.serve.pooling.protocol import EmbeddingRequest, RerankRequest, ScoreRequest
 from optkit.serve.responses.protocol import ResponsesRequest
+from optkit.serve.warm.protocol import WarmChat, WarmText
 from optkit.version import VERSION
 
 Schema = dict[str, Any]
@@ -27,6 +28,7 @@ ERRORS = {
     403: "The `Host` header is not one that is served.",
     404: "No such model or path.",
     408: "The body came too slowly.",
+    409: "No room to pin the prefix, or the pin is part of the artifact.",
     413: "The body is too large.",
     415: "The body is not plain JSON.",
     429: "At capacity, or the first token would come too late; `Retry-After` says when to come again.",
@@ -71,6 +73,11 @@ def document(root_path: str = "") -> Schema:
         "/v1/embeddings": post(_ref("Embeddings"), EmbeddingRequest),
         **{path: post(_ref("Ranking"), RerankRequest) for path in ("/v1/rerank", "/v2/rerank", "/rerank")},
         **{path: post(_ref("Scores"), ScoreRequest) for path in ("/v1/score", "/score")},
+        "/v1/cache/warm": {
+            **post({"type": "object"}, WarmText, WarmChat),
+            "get": _get("The pinned prefixes.", _object({"object": STRING, "data": {"type": "array"}})),
+        },
+        "/v1/cache/warm/{name}": {"delete": _unpin()},
         "/reset_prefix_cache": {
             "post": {"summary": "Forget the KV of finished sequences.", **_answers({}, 401, 403)}
         },
@@ -138,6 +145,13 @@ def _model() -> Schema:
         "parameters": [name],
         **_answers({"application/json": {"schema": card}}, 401, 403, 404),
     }
+
+
+def _unpin() -> Schema:
+    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    gone = _object({"object": STRING, "id": STRING, "deleted": {"const": True}})
+    answers = _answers({"application/json": {"schema": gone}}, 401, 403, 404, 409, 503)
+    return {"summary": "Drop a pinned prefix.", "parameters": [name], **answers}
 
 
 def _answers(content: Schema, *errors: int, error: str = "Error") -> Schema:

@@ -11,6 +11,7 @@
 ``POST /v1/embeddings``            OpenAI: texts in, vectors out
 ``POST /v1/rerank``                Jina, Cohere: documents in, in order of relevance out; also ``/rerank``
 ``POST /score``                    vLLM: pairs of texts in, similarities out; also ``/v1/score``
+``/v1/cache/warm``                 prefixes computed and pinned (``optkit.serve.warm``)
 =================================  ===============================================
 
 Every generating endpoint turns its body into a ``GenerationRequest``; all else is common to them.
@@ -39,6 +40,7 @@ from optkit.serve.pooling.tasks import PoolingTask, parse_embeddings, parse_rera
 from optkit.serve.responses.answers import ResponsesEndpoint
 from optkit.serve.responses.protocol import parse_responses
 from optkit.serve.shutdown import shutting_down
+from optkit.serve.warm.routes import add_warm_routes
 
 TRACE_HEADERS = ("traceparent", "tracestate")  # https://www.w3.org/TR/trace-context/
 
@@ -50,6 +52,7 @@ def add_routes(app: FastAPI, state: AppState) -> None:
     _add_generation(app, state)
     _add_tokens(app, state)
     _add_pooling(app, state)
+    add_warm_routes(app, state)
 
 
 def _add_generation(app: FastAPI, state: AppState) -> None:

@@ -70,6 +70,7 @@ class ServeOptions:
         allowed_origins: origins of web pages that may read answers (CORS).
         root_path: path of the server behind a proxy.
         response_cache_bytes: memory of the exact response cache; 0 is none.
+        demo: serve the page at ``/demo``.
         engine: the given options of the engine, by name; ``engine_options`` adds the rest.
     """
 
@@ -88,6 +89,7 @@ class ServeOptions:
     allowed_origins: tuple[str, ...] = ()
     root_path: str = ""
     response_cache_bytes: int = 0
+    demo: bool = False
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -245,6 +247,7 @@ class _Server:
             allowed_origins=options.allowed_origins,
             root_path=options.root_path,
             response_cache_bytes=options.response_cache_bytes,
+            demo=options.demo,
         )
 
     def _defaults(self) -> SamplingDefaults:

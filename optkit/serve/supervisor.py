@@ -24,7 +24,7 @@ from optkit.errors import UserError
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.pooling import Pooling
 from optkit.runtime.process.client import EngineClient, EngineDied
-from optkit.runtime.process.ipc import Embedded
+from optkit.runtime.process.ipc import Embedded, PinList
 from optkit.runtime.types import EngineRequest, EngineStats, TokenOutput
 from optkit.serve.quarantine import Quarantine
 
@@ -78,6 +78,10 @@ class EngineSupervisor:
 
     async def embed(self, prompts: Sequence[Sequence[int]], pooling: Pooling) -> Embedded:
         return await self._client.embed(prompts, pooling)
+
+    async def pins(self, drop: str | None = None) -> PinList:
+        """The pinned prefixes, after the pin ``drop`` has ended."""
+        return await self._client.pins(drop)
 
     async def reset_prefix_cache(self) -> None:
         await self._client.reset_prefix_cache()

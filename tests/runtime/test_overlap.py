@@ -11,6 +11,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from optkit.runtime.engine import MODEL_FAILED, Engine
 from optkit.runtime.overlap import OverlapEngine
+from optkit.runtime.prefill import Prefill
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.structured.compiler import Grammars
 from optkit.runtime.types import (
@@ -96,6 +97,29 @@ def test_step_delivers_a_queue_timeout_at_once_when_others_run() -> None:
     assert served.failed() == {"late": QUEUE_TIMEOUT}
     served.serve()
     served.check_answers()
+
+
+def test_a_prompt_without_an_answer_ends_after_its_last_chunk() -> None:
+    """A chunk is queued before the chunk before is complete."""
+    served = Served(enable_prefix_caching=True, max_num_batched_tokens=4)
+    received = EngineRequest(
+        request_id="w",
+        prompt_ids=tuple(range(12)),
+        sampling=SamplingParams(max_tokens=1),
+        arrival=0.0,
+        prefill=Prefill(pin="p"),
+    )
+    served.engine.add_request(received)
+    served.requests["w"], served.tokens["w"] = received, []
+    while served.engine.has_work:
+        served.step()
+    assert (served.ends["w"].num_prefilled, served.ends["w"].error, served.tokens["w"]) == (12, None, [])
+    assert [pin.num_tokens for pin in served.engine.pins()] == [12]
+    served.add("r", [*range(12), 7])
+    while served.engine.has_work:
+        served.step()
+    assert served.engine.stats().prefix_cache_hits == 12
+    assert (served.tokens["r"], served.ends["r"].finish_reason) == reference(served.requests["r"])
 
 
 @pytest.mark.parametrize("fault", ["grow", "publish"])

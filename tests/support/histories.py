@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from optkit.runtime.engine import MODEL_FAILED, Engine
 from optkit.runtime.kv.offload import CorruptBlock, MemoryBlocks
 from optkit.runtime.overlap import OverlapEngine
+from optkit.runtime.prefill import NO_ROOM, NOT_CACHED, Prefill
 from optkit.runtime.sampling.proposer import SpeculationStats
 from optkit.runtime.sampling.sampler import BAD_LOGITS, sample
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
@@ -48,6 +49,7 @@ FAULTS = {  # of one request: the error that its client gets
     "grow": SCHEDULER_FAILED,
     "publish": SCHEDULER_FAILED,
 }
+PIN_NAMES = ("a", "b", "c")
 STEP_FAULTS = ("batch", "launch", "flight", "flight that wrote nothing", "propose", "finished")
 
 End = tuple[list[int], FinishReason, str | None]
@@ -304,8 +306,46 @@ class FaultyHistory(RuleBasedStateMachine):
             return
         self.wanted[name] = reference(request)
         self.answers[name], self.tokens[name] = self.wanted[name][0], []
-        self.engine.add_request(request)
-        self.open[name] = request
+        self.submit(request)
+
+    def submit(self, request: EngineRequest) -> None:
+        """Add ``request``, which pins may leave too little room for."""
+        try:
+            self.engine.add_request(request)
+        except EngineRefusal as refusal:
+            assert "pinned" in str(refusal) and self.engine.pins()
+        else:
+            self.open[request.request_id] = request
+
+    @rule(
+        stem=st.sampled_from(STEMS),
+        cut=st.integers(1, 16),
+        pin=st.sampled_from(("", *PIN_NAMES)),
+        lease=st.sampled_from([None, None, 0.3]),
+    )
+    def warm(self, stem: tuple[int, ...], cut: int, pin: str, lease: float | None) -> None:
+        """Compute the KV of a prompt without an answer, and pin it."""
+        self.total += 1
+        name, sampling = f"r{self.total}", SamplingParams(max_tokens=1)
+        prefill = Prefill(pin=pin, lease=lease)
+        request = EngineRequest(
+            request_id=name, prompt_ids=stem[:cut], sampling=sampling, arrival=self.now, prefill=prefill
+        )
+        if self.engine.config.refusal(cut, 2):
+            with pytest.raises(EngineRefusal):
+                self.engine.add_request(request)
+            return
+        self.wanted[name], self.tokens[name] = ([], FinishReason.STOP), []
+        self.submit(request)
+
+    @rule(name=st.sampled_from(PIN_NAMES))
+    def unpin(self, name: str) -> None:
+        was_pinned = name in self.pinned()
+        assert self.engine.unpin(name) == was_pinned
+        assert name not in self.pinned()
+
+    def pinned(self) -> set[str]:
+        return {pin.name for pin in self.engine.scheduler.kv.pins}
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
@@ -372,6 +412,8 @@ class FaultyHistory(RuleBasedStateMachine):
             case FinishReason.ERROR if out.error == QUEUE_TIMEOUT:
                 timeout = self.engine.config.queue_timeout
                 assert not got and timeout is not None and request.arrival < self.now - timeout
+            case FinishReason.ERROR if request.prefill is not None and out.error in (NO_ROOM, NOT_CACHED):
+                assert request.prefill.pin and request.prefill.lease is None
             case FinishReason.ERROR:
                 assert out.error == FAULTS[self.faults.requests[name]]
             case FinishReason.STOP | FinishReason.LENGTH:
@@ -395,6 +437,8 @@ class FaultyHistory(RuleBasedStateMachine):
                 break
             self.step(1)
         assert not self.open and not self.engine.has_work
+        for name in PIN_NAMES:
+            self.engine.unpin(name)
         assert self.engine.stats().kv_blocks_used == self.engine.stats().state_slots_used == 0
 
 

@@ -19,10 +19,10 @@ from fastapi import FastAPI
 from optkit.runtime.engine import Engine
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.pooling import Pooling
-from optkit.runtime.process.ipc import Embedded
-from optkit.runtime.process.worker import embedded
+from optkit.runtime.process.ipc import Embedded, PinList
+from optkit.runtime.process.worker import embedded, failed_output
 from optkit.runtime.scheduling.config import SchedulerConfig
-from optkit.runtime.types import EngineRequest, EngineStats, FinishReason, TokenOutput
+from optkit.runtime.types import EngineRefusal, EngineRequest, EngineStats, FinishReason, TokenOutput
 from optkit.serve.app import create_app
 from optkit.serve.engine_api import ServeSettings
 from optkit.serve.http.address import bind
@@ -79,6 +79,9 @@ class FakeEngine:
         if self.embed_error is not None:
             return Embedded("embed", error=self.embed_error[0], is_user_error=self.embed_error[1])
         return Embedded("embed", fake_vectors(prompts, pooling).tobytes(), VECTOR_SIZE)
+
+    async def pins(self, drop: str | None = None) -> PinList:
+        return PinList("pins")
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
         self.requests.append(request)
@@ -155,8 +158,17 @@ class SteppedEngine:
             await asyncio.sleep(0)
         return self._vectors.pop(name)
 
+    async def pins(self, drop: str | None = None) -> PinList:
+        if drop is not None:
+            self.engine.unpin(drop)
+        return PinList("pins", tuple(self.engine.pins()))
+
     async def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
-        self.engine.add_request(request)
+        try:
+            self.engine.add_request(request)
+        except EngineRefusal as refusal:
+            yield failed_output(request.request_id, str(refusal))
+            return
         ready = self._streams[request.request_id] = []
         try:
             while True:

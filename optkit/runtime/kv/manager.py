@@ -1,8 +1,9 @@
 """KV manager: gives requests their blocks, and reuses computed KV.
 
-The manager keeps five parts in agreement: the blocks of the pool (``BlockManager``), the block tables of requests
-(``BlockTables``), the tree of the content of blocks (``PrefixCache``), the host blocks of the offload store
-(``HostBlockTable``), and the slots and checkpoints of recurrent states (``StateSlots``).
+The manager keeps six parts in agreement: the blocks of the pool (``BlockManager``), the block tables of requests
+(``BlockTables``), the tree of the content of blocks (``PrefixCache``), the prefixes that are never evicted (``Pins``),
+the host blocks of the offload store (``HostBlockTable``), and the slots and checkpoints of recurrent states
+(``StateSlots``).
 
 - **Admission** takes over the blocks of the longest cached prefix; blocks on the host are loaded. At least the last
   token is left to compute, since the logits are needed.
@@ -27,9 +28,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from optkit.runtime.kv.blocks import BlockManager
 from optkit.runtime.kv.offload import HostBlockTable
+from optkit.runtime.kv.pins import Pin, PinRefused, Pins
 from optkit.runtime.kv.prefix_cache import Node, NodeKV, PrefixCache
 from optkit.runtime.kv.states import StateSlots
 from optkit.runtime.kv.tables import BlockTables
+from optkit.runtime.prefill import NO_ROOM
 from optkit.runtime.types import ALL_TOKENS, NO_BLOCK, Request, Transfer
 
 
@@ -42,6 +45,7 @@ class KVManager:
         num_host_blocks: of the offload store; needs a ``cache``.
         num_state_slots, num_checkpoints: of ``StateSlots``; no slots for a model without recurrent states.
         windows, tokens_in_flight: of ``BlockTables``.
+        max_pinned_blocks: of ``Pins``.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class KVManager:
         num_checkpoints: int = 0,
         windows: Sequence[int] = (0,),
         tokens_in_flight: int = 1,
+        max_pinned_blocks: int = 0,
     ) -> None:
         if num_host_blocks and num_state_slots:
             raise ValueError("a host block has no room for a recurrent state")
@@ -64,6 +69,7 @@ class KVManager:
         self.host_blocks = HostBlockTable(num_host_blocks if cache is not None else 0)
         self.states = StateSlots(num_state_slots, num_checkpoints if cache is not None else 0, block_size)
         self.tables = BlockTables(self.blocks, windows, tokens_in_flight)
+        self.pins = Pins(self.blocks, self.states, max_pinned_blocks)
         self.worth_saving: Callable[[], bool] = lambda: True
         self.reset_counters()
         self._content: dict[int, NodeKV] = {}  # block -> its content
@@ -151,12 +157,79 @@ class KVManager:
     def distrust(self, request: Request) -> None:
         """Keep the KV of ``request`` from being reused, after a failure."""
         for node in request.nodes:
-            self._drop(node)
+            if self.cache is not None and not self.cache.is_common(node):  # computed and verified before
+                self._drop(node)
+
+    def adopt(
+        self, name: str, path: Sequence[tuple[tuple[int, ...], Sequence[bool]]], now: float
+    ) -> list[NodeKV]:
+        """Pin a prefix for all requests, whose KV the caller writes; the places without KV yet, which have a block.
+
+        Args:
+            path: tokens of each block, and whether each group of layers has the KV.
+
+        Raises:
+            PinRefused: there is no room; blocks without KV are free again.
+        """
+        assert self.cache is not None
+        nodes: list[Node] = []
+        new_nodes: list[Node] = []
+        new: list[NodeKV] = []
+        for tokens, kept in path:
+            parent = nodes[-1] if nodes else None
+            if self.cache.find_common(parent, tokens) is None:
+                new_nodes.append(self.cache.add_common(parent, tokens))
+            nodes.append(self.cache.add_common(parent, tokens))
+            new += [kv for kv, has in zip(nodes[-1].kv, kept, strict=True) if has and kv.block is None]
+        table: list[int] = []
+        try:
+            if not self.blocks.extend(table, len(new) * self.block_size):
+                raise PinRefused(NO_ROOM)
+            for kv, block in zip(new, table, strict=True):
+                kv.block = block
+                self._content[block] = kv
+            blocks = [kv.block for node in nodes for kv in node.kv if kv.block is not None]
+            self.pins.add(Pin(name, None, nodes, blocks, now), self.blocks.num_blocks)
+        except PinRefused:
+            for block in table:
+                self._content.pop(block).block = None
+            self.blocks.free(table)
+            for node in reversed(new_nodes):
+                self._drop(node)
+            raise
+        self.blocks.free(table)  # the pin holds the blocks
+        return new
+
+    def pin(self, name: str, request: Request, now: float, end: float | None, most: int) -> int:
+        """Pin the published prefix of ``request``; returns its tokens, 0 where nothing of the prefix is cached.
+
+        Args:
+            end: the time at which a lease ends; None for a pin without an end.
+            most: blocks that pins may hold at this moment.
+
+        Raises:
+            PinRefused: there is no room.
+        """
+        nodes = self._match(request)[0]
+        wanted = [kv for kvs in self._wanted(nodes) for kv in kvs]
+        blocks = [kv.block for kv in wanted if kv.block is not None]
+        if not nodes or len(blocks) < len(wanted):  # a host block may be lost at any time
+            return 0
+        self.pins.add(Pin(name, request.received.cache_salt, nodes, blocks, now, end), most)
+        return len(nodes) * self.block_size
+
+    def pinned_blocks(self, request: Request) -> int:
+        """The blocks of pins that ``request``, which has no blocks, takes over if admitted now."""
+        return self.pins.shared_by(self._match(request)[0]) if len(self.pins) else 0
 
     def reset(self) -> None:
-        """Drop all cached KV, of the pool and of the store. Running requests keep their blocks, and publish no more."""
-        for node in self.cache.clear() if self.cache is not None else ():
-            self._drop(node)
+        """Drop all cached KV, of the pool and of the store, but what is pinned.
+
+        Running requests keep their blocks, and publish no more.
+        """
+        for node in self.cache.nodes if self.cache is not None else ():
+            if node not in self.pins:
+                self._drop(node)
 
     def take_transfers(self) -> tuple[Transfer, ...]:
         """The copies to make before the next step of the model, in order."""
@@ -177,12 +250,13 @@ class KVManager:
     def check(self, requests: Iterable[Request]) -> None:
         """Raise AssertionError if the tables disagree."""
         requests = list(requests)
-        held = self.tables.check(requests)
+        held = self.tables.check(requests, self.pins.tables)
         self.states.check(requests)
         self.host_blocks.check()
         for block, kv in self._content.items():
             assert kv.block == block and self.cache is not None
             assert self.blocks.is_cached(block) == (block not in held)
+        self.pins.check(lambda node: self.cache is not None and node in self.cache)
         for request in requests:
             assert len(request.nodes) * self.block_size <= request.num_computed
 
@@ -199,14 +273,20 @@ class KVManager:
         nodes: list[Node] = []
         digests = self.cache.digests(salt, request.token_ids, request.digests)
         for i in range((len(request.token_ids) - 1) // size):
-            parent = nodes[-1] if nodes else salt
-            node = self.cache.find(digests[i], parent, tuple(request.token_ids[i * size : (i + 1) * size]))
+            tokens = tuple(request.token_ids[i * size : (i + 1) * size])
+            node = self._next(nodes, salt, digests[i], tokens)
             if node is None or not all(node.kv[group].is_kept for group in self.tables.unlimited):
                 break
             nodes.append(node)
         found = self._last_window(nodes)
         usable = next((n for n in range(found, 0, -1) if self.states.resumes_at(nodes[n - 1])), 0)
         return nodes[:usable], found
+
+    def _next(self, nodes: list[Node], salt: str, digest: bytes, tokens: tuple[int, ...]) -> Node | None:
+        """The node of ``tokens`` after the path ``nodes``: of all requests, else of ``salt``; or None."""
+        assert self.cache is not None
+        common = self.cache.find_common(nodes[-1] if nodes else None, tokens)
+        return common or self.cache.find(digest, nodes[-1] if nodes else salt, tokens)
 
     def _last_window(self, nodes: list[Node]) -> int:
         """The length of the longest beginning of ``nodes`` at whose end each window has the KV of its nodes."""
@@ -298,12 +378,12 @@ class KVManager:
         digest = self.cache.digests(salt, known, request.digests)[index]
         parent = request.nodes[-1] if request.nodes else salt
         tokens = tuple(request.token_ids[index * size : (index + 1) * size])
-        node = self.cache.find(digest, parent, tokens)
+        node = self._next(request.nodes, salt, digest, tokens)
         if node is None:
             if orphan := self.cache.orphan(digest):
                 self._drop(orphan)
             node = self.cache.add(digest, parent, tokens)
-        if node is not None:
+        if node is not None and not self.cache.is_common(node):  # no request adds KV for all requests
             for kv, table in zip(node.kv, request.block_tables, strict=True):
                 if kv.block is None and table[index] != NO_BLOCK:
                     kv.block = table[index]
@@ -337,7 +417,8 @@ class KVManager:
             node = node.parent
 
     def _drop(self, node: Node) -> None:
-        """Take ``node`` out of all tables."""
+        """Take ``node`` out of all tables, with the pins of ``node``."""
+        self.pins.drop_with(node)
         self.states.drop(node)
         if self.cache is not None:
             self.cache.drop(node)

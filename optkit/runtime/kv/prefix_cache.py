@@ -10,6 +10,9 @@ different salts (tenants) share neither KV nor the time saved. A digest is only 
 and the identity of the parent are compared, so two prompts with equal digests can cost each other a hit, but never
 get each other's KV (as in CVE-2025-25183).
 
+*Common* nodes, of prefixes in the artifact, belong to no salt: every request finds them, by the tokens. Nodes after a
+common node have digests with a salt again, so tenants share the artifact's own prefixes and nothing else.
+
 The KV of a node is in a block for each group of layers (``optkit.graph.kv_layout``), a ``NodeKV``: in a ``block`` of
 the pool, in a ``host_block`` of the offload store, in both, or lost. A node lives while a group has the KV, or while a
 later node of the path lives: a prompt needs the whole path, and of layers with a window only the KV at the path's
@@ -25,6 +28,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 Digest = Callable[[bytes], bytes]
+COMMON = b"\0common"  # no salt of a request
+COMMON_SALT = COMMON.decode()
 
 
 def sha256(data: bytes) -> bytes:
@@ -78,6 +83,7 @@ class PrefixCache:
         self.block_size, self.num_groups = block_size, num_groups
         self._digest, self._seed = digest, os.urandom(32)
         self._nodes: dict[bytes, Node] = {}
+        self._common: dict[tuple[Node | None, tuple[int, ...]], Node] = {}
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -106,6 +112,26 @@ class PrefixCache:
             parent.num_children += 1
         return node
 
+    def add_common(self, parent: Node | None, tokens: tuple[int, ...]) -> Node:
+        """A new node for all requests, after the common ``parent``; the node that is there, if there is one."""
+        found = self.find_common(parent, tokens)
+        if found is None:
+            before = parent.digest if parent is not None else self._digest(self._seed + COMMON)
+            digest = self._digest(before + struct.pack(f"<{len(tokens)}I", *tokens))
+            found = self.add(digest, COMMON_SALT if parent is None else parent, tokens)
+            assert found is not None, "two nodes with a digest"
+            self._common[parent, tokens] = found
+        return found
+
+    def find_common(self, parent: Node | None, tokens: tuple[int, ...]) -> Node | None:
+        """The common node of ``tokens`` after the common ``parent``, or None."""
+        return self._common.get((parent, tokens)) if self._common else None
+
+    def is_common(self, node: Node) -> bool:
+        """True for a node for all requests."""
+        parent = node.parent if isinstance(node.parent, Node) else None
+        return self.find_common(parent, node.tokens) is node
+
     def __contains__(self, node: Node) -> bool:
         return self._nodes.get(node.digest) is node
 
@@ -118,11 +144,12 @@ class PrefixCache:
         """Take ``node`` out of the tree; dropping twice is harmless."""
         if node in self:
             del self._nodes[node.digest]
+            if self.is_common(node):
+                del self._common[node.parent if isinstance(node.parent, Node) else None, node.tokens]
             if isinstance(node.parent, Node):
                 node.parent.num_children -= 1
 
-    def clear(self) -> list[Node]:
-        """Drop and return all nodes."""
-        nodes = list(self._nodes.values())
-        self._nodes.clear()
-        return nodes
+    @property
+    def nodes(self) -> list[Node]:
+        """All nodes of the tree."""
+        return list(self._nodes.values())

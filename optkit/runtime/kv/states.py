@@ -13,8 +13,9 @@ A checkpoint is taken where a request stands at the end of a published block:
   with the same beginning finds a checkpoint;
 - in the answer, at each end of a block, in the place of the request's checkpoint before: the next turn begins there.
 
-When all are taken the least recently used checkpoint is given away. Plain bookkeeping: copies are listed, in order, and
-the runner makes the copies before the next step. The order suffices: nothing but a copy or a step writes to a slot.
+When all are taken the least recently used checkpoint is given away, unless it is pinned (``optkit.runtime.kv.pins``).
+Plain bookkeeping: copies are listed, in order, and the runner makes the copies before the next step. The order
+suffices: nothing but a copy or a step writes to a slot.
 """
 
 from __future__ import annotations
@@ -36,12 +37,15 @@ class StateSlots:
         num_slots: requests that run at once.
         num_checkpoints: checkpoints kept; 0 for an engine without a prefix cache.
         block_size: tokens of a node of the prefix cache.
+
+    Attributes:
+        pinned: nodes whose checkpoints are not given away.
     """
 
     def __init__(self, num_slots: int, num_checkpoints: int, block_size: int) -> None:
         self.num_slots, self.block_size = num_slots, block_size
         self.num_checkpoints = num_checkpoints if num_slots else 0
-        self.num_lost = 0
+        self.num_lost, self.pinned = 0, set[Node]()
         self._free = list(range(num_slots))[::-1]
         self._unused = list(range(num_slots, num_slots + self.num_checkpoints))[::-1]
         self._nodes: OrderedDict[int, Node] = OrderedDict()  # by checkpoint, the least recently used first
@@ -102,7 +106,7 @@ class StateSlots:
         if node.checkpoint is not None:
             self._nodes.move_to_end(node.checkpoint)
         elif in_answer or num_computed in request.borders:
-            if in_answer and request.rolling is not None:
+            if in_answer and request.rolling is not None and request.rolling not in self.pinned:
                 self.drop(request.rolling)
             self._take(node, request.state_slot)
             request.rolling = node if in_answer else None
@@ -150,7 +154,7 @@ class StateSlots:
     def _take(self, node: Node, slot: int) -> None:
         """Copy the state in ``slot`` to a checkpoint of ``node``."""
         if not self._unused:
-            self.drop(next(iter(self._nodes.values())))
+            self.drop(next(kept for kept in self._nodes.values() if kept not in self.pinned))
         node.checkpoint = self._unused.pop()
         self._nodes[node.checkpoint] = node
         self._copies.append(StateCopy(slot, node.checkpoint))

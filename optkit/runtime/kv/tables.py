@@ -97,9 +97,13 @@ class BlockTables:
             self.blocks.free(table[first:])
         request.block_tables, request.first_blocks, request.num_admitted = [], [], 0
 
-    def check(self, requests: Iterable[Request]) -> set[int]:
-        """The blocks in tables; raise AssertionError if a block is lost, owned twice, or was given back too early."""
-        tables = []
+    def check(self, requests: Iterable[Request], others: Iterable[list[int]] = ()) -> set[int]:
+        """The blocks in tables; raise AssertionError if a block is lost, owned twice, or was given back too early.
+
+        Args:
+            others: further tables of the pool.
+        """
+        tables = list(others)
         for request in requests:
             earliest = self.first_blocks(request.num_computed)
             each = zip(request.block_tables, request.first_blocks, earliest, strict=True)

@@ -17,7 +17,7 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -95,6 +95,7 @@ class EngineClient:
         self._stats = EngineStats()
         self._streams: dict[str, _Stream] = {}
         self._embedding: dict[str, asyncio.Future[ipc.Embedded]] = {}
+        self._listing: dict[str, asyncio.Future[ipc.PinList]] = {}
         self._names = itertools.count()
         self.on_death: Callable[[Sequence[Casualty]], None] = _ignore
         self._process: subprocess.Popen[bytes] | None = None
@@ -172,6 +173,19 @@ class EngineClient:
             self._embedding.pop(name, None)
             if not answer.done() or answer.cancelled():
                 self._post(ipc.Abort(name))
+
+    async def pins(self, drop: str | None = None) -> ipc.PinList:
+        """The pinned prefixes, after the pin ``drop`` has ended."""
+        name = f"pins-{next(self._names)}"
+        answer: asyncio.Future[ipc.PinList] = asyncio.get_running_loop().create_future()
+        if not self._alive:
+            return ipc.PinList(name, error=ENGINE_GONE)
+        self._listing[name] = answer
+        try:
+            await self._send(ipc.AskPins(name, drop))
+            return await answer
+        finally:
+            self._listing.pop(name, None)
 
     async def reset_prefix_cache(self) -> None:
         """Have the engine drop the KV outside of running requests."""
@@ -269,7 +283,7 @@ class EngineClient:
                     self._stats = message
                 elif isinstance(message, ipc.Begun):
                     self._mark_begun(message)
-                elif isinstance(message, ipc.Embedded):
+                elif isinstance(message, (ipc.Embedded, ipc.PinList)):
                     self._answer(message)
         except (EOFError, ConnectionError):
             pass  # the worker has gone, by order or by accident
@@ -284,8 +298,11 @@ class EngineClient:
             if stream is not None:
                 stream.put(output)
 
-    def _answer(self, message: ipc.Embedded) -> None:
-        answer = self._embedding.get(message.request_id)
+    def _answer(self, message: ipc.Embedded | ipc.PinList) -> None:
+        waiting: dict[str, asyncio.Future[Any]] = (
+            self._embedding if isinstance(message, ipc.Embedded) else self._listing
+        )
+        answer = waiting.get(message.request_id)
         if answer is not None and not answer.done():
             answer.set_result(message)
 
@@ -304,6 +321,8 @@ class EngineClient:
             stream.put(self._death(name))
         for name in self._embedding:
             self._answer(ipc.Embedded(name, error=ENGINE_STOPPED if self._stopping else ENGINE_DIED))
+        for name in self._listing:
+            self._answer(ipc.PinList(name, error=ENGINE_STOPPED if self._stopping else ENGINE_DIED))
 
     def _death(self, request_id: str) -> TokenOutput:
         stream = self._streams.get(request_id)

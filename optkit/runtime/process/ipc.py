@@ -15,6 +15,7 @@ import msgspec
 from optkit.recipe.engine_options import EngineOptions
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.pooling import Pooling
+from optkit.runtime.prefill import PinInfo
 from optkit.runtime.types import EngineRequest, EngineStats, TokenOutput
 
 MAX_FRAME = 32 * 2**20  # a prompt of a million tokens is 5 MB
@@ -46,6 +47,13 @@ class Embed(msgspec.Struct, frozen=True, tag="embed"):
     request_id: str
     prompts: tuple[tuple[int, ...], ...]
     pooling: Pooling
+
+
+class AskPins(msgspec.Struct, frozen=True, tag="ask_pins"):
+    """List the pinned prefixes, after the pin ``drop`` has ended; a ``PinList`` answers."""
+
+    request_id: str
+    drop: str | None = None
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
@@ -91,9 +99,17 @@ class Embedded(msgspec.Struct, frozen=True, tag="embedded"):
     is_user_error: bool = False
 
 
+class PinList(msgspec.Struct, frozen=True, tag="pins"):
+    """The pinned prefixes, the oldest first; with ``error`` there is no engine to ask."""
+
+    request_id: str
+    pins: tuple[PinInfo, ...] = ()
+    error: str | None = None
+
+
 Outputs = tuple[TokenOutput, ...]  # of one step
-ToWorker = Load | EngineRequest | Abort | ResetPrefixCache | Embed | Shutdown
-FromWorker = Ready | Begun | Outputs | EngineStats | Heartbeat | Embedded | Failed
+ToWorker = Load | EngineRequest | Abort | ResetPrefixCache | Embed | AskPins | Shutdown
+FromWorker = Ready | Begun | Outputs | EngineStats | Heartbeat | Embedded | PinList | Failed
 
 to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)

@@ -149,6 +149,10 @@ class Worker:
                 self.engine.reset_prefix_cache()
             case ipc.Embed() as asked:
                 self._add_embedding(asked)
+            case ipc.AskPins(request_id, drop):
+                if drop is not None:
+                    self.engine.unpin(drop)
+                self._post(ipc.PinList(request_id, tuple(self.engine.pins())))
             case EngineRequest() as request:
                 try:
                     self.engine.add_request(request)

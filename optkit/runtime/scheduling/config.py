@@ -64,6 +64,11 @@ class SchedulerConfig(SchedulingOptions, frozen=True, kw_only=True, forbid_unkno
             raise ValueError("enforce_ttft_slo needs a ttft_slo_ms")
 
     @property
+    def max_pinned_blocks(self) -> int:
+        """The most blocks of pinned prefixes."""
+        return int(self.num_blocks * self.pinned_cache_share) if self.enable_prefix_caching else 0
+
+    @property
     def few_tokens(self) -> int:
         """The most tokens of a step whose layers may run another variant than for many tokens; 0: none."""
         return max(self.variant_limits, default=0)
@@ -82,6 +87,11 @@ class SchedulerConfig(SchedulingOptions, frozen=True, kw_only=True, forbid_unkno
         """The most tokens of a request, prompt and answer."""
         return min(num_prompt + max_tokens, self.max_model_len)
 
+    def blocks_needed(self, num_prompt: int, max_tokens: int) -> int:
+        """The most blocks that a request holds at once."""
+        need = self.final_length(num_prompt, max_tokens) - 1  # the last token is never computed
+        return most_blocks(self.kv_windows, need, self.tokens_in_flight, self.block_size)
+
     def refusal(self, num_prompt: int, max_tokens: int) -> str | None:
         """The reason why a request can never be served, or None."""
         if num_prompt < 1:
@@ -90,9 +100,11 @@ class SchedulerConfig(SchedulingOptions, frozen=True, kw_only=True, forbid_unkno
             return "max_tokens must be at least 1"
         if num_prompt >= self.max_model_len:
             return f"the prompt has {num_prompt} tokens; the context of {self.max_model_len} leaves no room to answer"
-        need = self.final_length(num_prompt, max_tokens) - 1  # the last token is never computed
-        step = self.tokens_in_flight
-        if most_blocks(self.kv_windows, need, step, self.block_size) > self.num_blocks:
-            room = most_tokens(self.kv_windows, self.num_blocks, step, self.block_size)
+        if self.blocks_needed(num_prompt, max_tokens) > self.num_blocks:
+            need, room = self.final_length(num_prompt, max_tokens) - 1, self.room(self.num_blocks)
             return f"the prompt and max_tokens need {need} tokens of KV cache; there are {room}"
         return None
+
+    def room(self, num_blocks: int) -> int:
+        """The most tokens of a request in ``num_blocks`` blocks."""
+        return most_tokens(self.kv_windows, num_blocks, self.tokens_in_flight, self.block_size)

@@ -17,6 +17,7 @@ a bounded number of later arrivals have a smaller rank, and the request of the s
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 from optkit.runtime.scheduling.config import SchedulerConfig
@@ -27,6 +28,7 @@ STRETCH = 3.0
 STEP_SHARE = 0.25  # of the TTFT bound: the longest step
 MIN_CHUNK = 64  # tokens; smaller chunks cost throughput and save hardly any time
 DEFAULT_STEP_SECONDS = 0.25
+NEVER = math.inf  # the rank of requests without an answer, after all others
 
 
 def ttft_deadline(ttft: float, alone: float) -> float:

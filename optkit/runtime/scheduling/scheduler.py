@@ -8,7 +8,8 @@ chunked prefill, Agrawal et al. 2023), in this order:
 2. a chunk of the prompt first in line, as large as the policy allows; the prompt may be running or waiting;
 3. more prompts, while they fit as a whole and the step has fewer than ``prefill_target_tokens`` prompt tokens. From
    there on the model computes at full speed, and another prompt would only delay the earlier prompts;
-4. the rest to drafts for the requests of 1: tokens that a constraint forces, else tokens guessed by a proposer
+4. else, with no prompt in the step, a chunk of a request without an answer (``prefill_only``);
+5. the rest to drafts for the requests of 1: tokens that a constraint forces, else tokens guessed by a proposer
    (speculative decoding). Guesses come last, for
    tokens and for KV blocks, so prompts advance in each step as far as without guesses.
 
@@ -38,7 +39,8 @@ from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.scheduling.cost_model import CostModel, step_work
 from optkit.runtime.scheduling.drafts import Drafts, Proposer
 from optkit.runtime.scheduling.forecast import Forecast
-from optkit.runtime.scheduling.policy import make_policy, seconds, ttft_deadline
+from optkit.runtime.scheduling.policy import NEVER, make_policy, seconds, ttft_deadline
+from optkit.runtime.scheduling.prefill_only import ANYTHING, Background
 from optkit.runtime.scheduling.step_sizes import StepSizes
 from optkit.runtime.types import (
     QUEUE_TIMEOUT,
@@ -99,7 +101,9 @@ class Scheduler:
             config.num_checkpoints,
             config.kv_windows,
             config.tokens_in_flight,
+            config.max_pinned_blocks,
         )
+        self.background = Background(config, self.kv)
         self.policy = make_policy(config, self.cost)
         self.forecast = Forecast(config, self.policy, self.cost)
         self.drafts = Drafts(proposer, forces=not config.num_state_slots)  # a state can't take a draft back
@@ -134,16 +138,21 @@ class Scheduler:
             EngineRefusal: the request can never be served.
             EngineOverload: the first token would come after the deadline, and ``enforce_ttft_slo`` is set.
         """
-        reason = self.config.refusal(len(received.prompt_ids), received.sampling.max_tokens)
+        background = received.prefill is not None
+        reason = self.config.refusal(len(received.prompt_ids), received.sampling.max_tokens + background)
         if received.request_id in self._requests:
             reason = f"a request with the id {received.request_id!r} is being served"
         if reason:
             raise EngineRefusal(reason)
-        request = Request(received, list(received.prompt_ids), matcher=matcher)
+        token_ids = [*received.prompt_ids, *[ANYTHING] * background]
+        request = Request(received, token_ids, matcher=matcher)
+        if reason := self.background.refusal(request):
+            raise EngineRefusal(reason)
         request.times.queued = self.clock()
         work = request.num_pending - self.kv.cached_tokens(request)
-        request.rank = (self.policy.rank(received, work), self._num_added)
-        if self.config.enforce_ttft_slo:
+        rank = NEVER if background else self.policy.rank(received, work)
+        request.rank = (rank, self._num_added)
+        if self.config.enforce_ttft_slo and not background:
             self._refuse_late(request, work)
         self._num_added += 1
         self._requests[received.request_id] = request
@@ -158,6 +167,7 @@ class Scheduler:
         """The work of the next step; an empty batch if there is none. ``update`` follows, also after an empty batch."""
         self._step_start = self.clock()
         self._give_up()
+        self.kv.pins.expire(self._step_start)
         ready = self._ready()
         decodes = [ScheduledRequest(request, 1) for request in ready]
         prefills = self._prefills(decodes)
@@ -227,6 +237,7 @@ class Scheduler:
             kv_blocks_cached=kv.blocks.num_cached,
             kv_blocks_total=kv.blocks.num_blocks,
             kv_blocks_offloaded=len(kv.host_blocks),
+            kv_blocks_pinned=kv.pins.num_blocks,
             num_preemptions=self.num_preemptions,
             num_deferred=len(self.waiting) - len(self._admissible()),
             step_sizes=tuple(self.step_sizes.counts),
@@ -288,7 +299,7 @@ class Scheduler:
 
     def _is_due(self, request: Request) -> bool:
         """True for a running request with a single token to compute."""
-        return request.num_pending == 1
+        return request.num_pending == 1 and not request.is_prefill_only
 
     def _with_drafts(self, ready: list[Request], left: int) -> list[ScheduledRequest]:
         """The decodes of ``ready``, with drafts of at most ``left`` tokens as far as there are blocks."""
@@ -331,12 +342,14 @@ class Scheduler:
         left = self.config.max_num_batched_tokens - busy.tokens
         target = self.config.prefill_target
         items: list[ScheduledRequest] = []
-        full = False  # no waiting request can be admitted; running ones go on
-        partial = [request for request in self.running if request.num_pending > 1]
+        full = ran_background = False  # full: no waiting request can be admitted; running ones go on
+        partial = [r for r in self.running if r.num_pending > 1 or (r.num_pending and r.is_prefill_only)]
         for request in heapq.merge(partial, self._admissible(), key=_rank):
             if full and not request.block_tables:
                 continue
             limit = min(left, target) if items else left
+            if request.is_prefill_only:
+                limit = min(limit, self.background.limit(decodes=bool(decodes), prefills=bool(items)))
             if limit < 1:
                 break
             work = self._guarded(request, self._work, request)
@@ -347,14 +360,23 @@ class Scheduler:
             if not request.block_tables and not self._guarded(request, self._admit, request):
                 full = full or request in self.waiting
                 continue
+            if not request.num_pending:  # nothing to compute and nothing to answer
+                self._guarded(request, self._end_prefill, request)
+                continue
             num_new = min(request.num_pending, limit)
             if not items:
                 num_new = min(num_new, self.policy.chunk_limit(busy, request.num_computed))
+            if request.is_prefill_only:
+                num_new = self.background.whole_blocks(request, num_new)
             num_new = self.kv.states.cut(request, num_new)
+            if num_new < 1:
+                break
             if not self._guarded(request, self.kv.cover, request, request.num_computed + num_new):
                 continue
             items.append(ScheduledRequest(request, num_new))
+            ran_background = ran_background or request.is_prefill_only
             left, target = left - num_new, target - num_new
+        self.background.stepped(decodes=bool(decodes), ran=ran_background)
         return items
 
     def _admissible(self) -> list[Request]:
@@ -366,12 +388,15 @@ class Scheduler:
         return request.num_pending - (0 if request.block_tables else self.kv.cached_tokens(request))
 
     def _admit(self, request: Request) -> bool:
-        """Move ``request`` from ``waiting`` to ``running``, if there is room for the first in line."""
-        spare = len(self.running)  # leave each running request a block to grow into
-        if len(self.running) >= self.config.max_num_seqs:
-            return False
-        if not self.kv.admit(request, self._final_length(request), spare):
-            return False
+        """Move ``request`` from ``waiting`` to ``running``, if there is room for the first in line.
+
+        Requests without an answer make room.
+        """
+        while not self._has_place(request):
+            last = self.running[-1] if self.running else request
+            if request.is_prefill_only or not last.is_prefill_only:
+                return False
+            self.preempt(last)
         self.waiting.remove(request)
         bisect.insort(self.running, request, key=_rank)
         if request.times.started is None:
@@ -381,10 +406,18 @@ class Scheduler:
             self.kv.count(request)
         return True
 
+    def _has_place(self, request: Request) -> bool:
+        """Give ``request`` blocks, if there is room for one more request."""
+        spare = len(self.running)  # leave each running request a block to grow into
+        if len(self.running) >= self.config.max_num_seqs:
+            return False
+        return self.kv.admit(request, self._final_length(request), spare)
+
     def _allocate(self, request: Request, extra: int = 0) -> bool:
         return self.kv.grow(request, len(request.token_ids) + extra, self._final_length(request))
 
     def _final_length(self, request: Request) -> int:
+        """The most tokens of ``request``, prompt and answer."""
         return self.config.final_length(request.num_prompt, request.sampling.max_tokens)
 
     def _guarded(self, request: Request, work: Callable[..., T], *args: Any) -> T | None:
@@ -410,7 +443,17 @@ class Scheduler:
             return self._append(item, result)
         item.request.num_computed += item.num_new
         self.kv.publish(item.request)
+        if not item.request.num_pending:
+            self._end_prefill(item.request)
         return []
+
+    def _end_prefill(self, request: Request) -> None:
+        """End a request without an answer, whose prompt is computed."""
+        others = [other for other in self._requests.values() if other is not request]
+        kept, error = self.background.pin(request, others, self.clock())
+        reason = FinishReason.ERROR if error else FinishReason.STOP
+        output = self._finish(request, reason, error=error)
+        self._lost.append(msgspec.structs.replace(output, num_prefilled=kept))
 
     def _fail(self, request: Request, failure: Failure) -> TokenOutput:
         """End a request whose step failed; no other request reuses the KV."""
@@ -448,7 +491,7 @@ class Scheduler:
         error: str | None = None,
         stop_token: int | None = None,
     ) -> TokenOutput:
-        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+        if reason in (FinishReason.STOP, FinishReason.LENGTH) and not request.is_prefill_only:
             # First: the forecast and the prefix cache may raise, and then ``request`` must still be in the tables.
             self.forecast.finished(request)
             self.kv.publish(request)  # the next turn of a conversation begins with this answer

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.types import Receive
 
+T = TypeVar("T")
 
-async def until_disconnect(work: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Run ``work``, and cancel it when the client disconnects; raises the exceptions of ``work``."""
+
+async def until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
+    """The result of ``work``; None after a cancellation because the client disconnected.
+
+    Raises the exceptions of ``work``.
+    """
     task = asyncio.create_task(work)
     watch = asyncio.create_task(_disconnect(receive))
     try:
@@ -20,8 +25,7 @@ async def until_disconnect(work: Coroutine[Any, Any, None], receive: Receive) ->
         for one in (task, watch):
             one.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
-    if not gone:
-        task.result()
+    return None if gone else task.result()
 
 
 async def _disconnect(receive: Receive) -> None:

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol, cast
 
 import msgspec
 
+from optkit.runtime.prefill import NO_ROOM, NOT_CACHED, PINS_IN_THE_WAY
 from optkit.runtime.process.client import ENGINE_DIED, ENGINE_GONE, ENGINE_STOPPED
 from optkit.runtime.types import (
     CONSTRAINT_FAILED,
@@ -149,7 +150,7 @@ class ChoiceStream:
     def push(self, output: TokenOutput, observed: ChoiceObserver) -> Delta | None:
         """The delta of ``output``; None while there is nothing to show."""
         observed.num_preemptions = output.num_preemptions
-        _raise_failure(output)
+        raise_failure(output)
         if output.first:
             self._first = output.first
             observed.first_token(output.first)
@@ -253,7 +254,12 @@ def _singles(output: TokenOutput, num_tokens: int) -> Iterator[tuple[TokenOutput
     yield msgspec.structs.replace(output, token_ids=output.token_ids[last:]), num_tokens
 
 
-def _raise_failure(output: TokenOutput) -> None:
+def raise_failure(output: TokenOutput) -> None:
+    """Raise the error for the client, if ``output`` is the end of a request that failed.
+
+    Raises:
+        ApiError: as ``generate_text``; 409 where there is no room to pin a prefix.
+    """
     if output.error in (ENGINE_DIED, ENGINE_GONE, ENGINE_STOPPED):
         raise ApiError("the engine is gone; try again", code="engine_unavailable", status=503, retry_after=1)
     if output.error == QUEUE_TIMEOUT:
@@ -261,6 +267,11 @@ def _raise_failure(output: TokenOutput) -> None:
     if output.error == QUARANTINED:
         message = "this request ended the engine twice and is refused for some minutes"
         raise ApiError(message, code="request_quarantined")
+    if output.error in (NO_ROOM, NOT_CACHED):
+        message = f"{output.error}; drop pins, or raise --pinned-cache-share or --kv-cache-bytes"
+        raise ApiError(message, param="pin", code="insufficient_kv_cache", status=409)
+    if output.error and output.error.startswith(PINS_IN_THE_WAY):
+        raise ApiError(output.error, code="kv_cache_pinned")
     if output.error in OWN_FAILURES:
         raise ApiError(f"the answer can't go on: {output.error}", code=OWN_FAILURES[output.error])
     if output.retry_after is not None:

@@ -127,13 +127,21 @@ class PromptReader:
             len(text), functools.partial(self.tokenizer.encode, text, add_special_tokens=special)
         )
 
+    async def ids_of_each(self, texts: Sequence[str], param: str, special: bool) -> list[list[int]]:
+        """Token ids of each of ``texts``, computed in one go; ``param`` is the field that they come from.
+
+        Raises:
+            ApiError: 400, a text too long for the context by its bytes alone.
+        """
+        longest = max(texts, key=len)
+        if len(longest) > self.max_model_len:
+            self._refuse_hopeless(longest, param)
+        return await self.ids_of_texts(texts, special)
+
     async def ids_of_texts(self, texts: Sequence[str], special: bool) -> list[list[int]]:
-        """Token ids of each of ``texts``."""
-
-        def encode() -> list[list[int]]:
-            return [self.tokenizer.encode(text, add_special_tokens=special) for text in texts]
-
-        return await self._run(sum(map(len, texts)), encode)
+        """Token ids of each of ``texts``, of any length."""
+        encode = functools.partial(self.tokenizer.encode, add_special_tokens=special)
+        return await self._run(sum(map(len, texts)), lambda: [encode(text) for text in texts])
 
     async def text_of(self, ids: Sequence[int]) -> str:
         """Text of token ids of the vocabulary, special tokens included."""

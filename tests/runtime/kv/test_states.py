@@ -10,6 +10,7 @@ from optkit.runtime.engine import Engine
 from optkit.runtime.kv.manager import KVManager
 from optkit.runtime.kv.prefix_cache import Node, PrefixCache
 from optkit.runtime.kv.states import StateSlots
+from optkit.runtime.prefill import NO_ROOM, Prefill
 from optkit.runtime.types import Batch, EngineRequest, Request, SamplingParams, StateCopy
 from tests.support.fakes import fake_engine
 
@@ -49,6 +50,26 @@ def test_prompt_continues_at_the_checkpoint_when_it_begins_alike() -> None:
     assert computed(engine, stem) == 2
     assert computed(engine, [*stem, 60, 61]) == 4
     assert engine.stats().prefix_cache_lost == 0
+
+
+def test_a_pinned_prompt_keeps_its_checkpoint_while_others_come_and_go() -> None:
+    engine, stem = recurrent_engine(), tuple(range(1, 21))
+    sampling = SamplingParams(max_tokens=1)
+    for name, ids in (("a", stem), ("b", stem[:12]), ("c", stem[4:])):
+        engine.add_request(
+            EngineRequest(
+                request_id=name, prompt_ids=ids, sampling=sampling, arrival=0.0, prefill=Prefill(pin=name)
+            )
+        )
+    ends = []
+    while engine.has_work:
+        ends += engine.step()
+    assert [(end.num_prefilled, end.error) for end in ends] == [(20, None), (12, None), (16, NO_ROOM)]
+    for seed in range(30, 40):  # more than there are checkpoints
+        answer(engine, [seed, *range(20, 29)], max_tokens=1)
+    assert computed(engine, [*stem, 60, 61]) == 2
+    assert computed(engine, [*stem[:12], 60, 61]) == 2
+    engine.scheduler.check()
 
 
 def test_next_turn_continues_in_the_answer_when_it_repeats_the_answer() -> None:

@@ -1,0 +1,1 @@
+"""Time to first token with the prompt computed before: baked into the artifact, or while it is typed."""

@@ -1,0 +1,93 @@
+"""Prompts in files: a system prompt as text, or the messages that begin a conversation as JSON; and their tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from optkit.errors import UserError
+from optkit.text.chat_template import TemplateFailure
+from optkit.text.stable_prefix import common_prefix, endings, stable_prefix
+from optkit.text.tokenizer import Tokenizer
+
+MAX_PROMPT_BYTES = 4 << 20
+ROLES = ("system", "developer", "user", "assistant")
+FORM = 'write a list of messages: [{"role": "system", "content": "..."}, ...]'
+NEXT_TURNS = ("a", "1")
+
+
+class KnownPrompt(NamedTuple):
+    """A prompt: ``messages`` of a conversation, or none for the beginning that the chat template gives each."""
+
+    name: str
+    messages: Sequence[dict[str, str]]
+
+
+def read_prompts(files: Sequence[str]) -> list[KnownPrompt]:
+    """The prompts in ``files``, by unlike names.
+
+    Raises:
+        UserError: a file can't be read, or is no list of messages.
+    """
+    found = [KnownPrompt(Path(file).name, read_messages(Path(file))) for file in files]
+    names = [prompt.name for prompt in found]
+    return [
+        prompt if names.count(prompt.name) == 1 else prompt._replace(name=f"{number}-{prompt.name}")
+        for number, prompt in enumerate(found, 1)
+    ]
+
+
+def read_messages(file: Path) -> list[dict[str, str]]:
+    """The messages in ``file``: of a .json file, else the text as a system prompt.
+
+    Raises:
+        UserError: as ``read_prompts``.
+    """
+    try:
+        if file.stat().st_size > MAX_PROMPT_BYTES:
+            raise UserError(f"the prompt is larger than {MAX_PROMPT_BYTES >> 20} MiB", where=str(file))
+        text = file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise UserError(f"the prompt can't be read: {reason}", where=str(file)) from error
+    if not text.strip():
+        raise UserError("the prompt is empty", where=str(file))
+    if file.suffix != ".json":
+        return [{"role": "system", "content": text}]
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError("it is not valid JSON", where=str(file), fix=FORM) from error
+    if not (isinstance(data, list) and data and all(map(is_message, data))):
+        raise UserError("it is no list of messages", where=str(file), fix=FORM)
+    return data
+
+
+def is_message(data: Any) -> bool:
+    """True for a message with a known role and a text."""
+    known = isinstance(data, dict) and set(data) == {"role", "content"}
+    return known and data["role"] in ROLES and isinstance(data["content"], str)
+
+
+def prefix_ids(tokenizer: Tokenizer, prompt: KnownPrompt) -> list[int]:
+    """Token ids that begin every request which goes on from ``prompt``.
+
+    Without a chat template the texts of the messages begin a completion.
+
+    Raises:
+        UserError: the chat template refuses the messages.
+    """
+    messages, template = list(prompt.messages), tokenizer.chat_template
+    if template is None:
+        text = "".join(message["content"] for message in messages)
+        return stable_prefix([tokenizer.encode(end) for end in endings(text)]) if text else []
+    turns: list[list[dict[str, str]]] = [[{"role": "user", "content": text}] for text in NEXT_TURNS]
+    if messages and messages[-1]["role"] == "user":
+        turns = [[]]
+    try:
+        texts = [template.render(messages + end) for end in turns]
+    except TemplateFailure as failure:
+        raise UserError(f"the chat template refuses the messages: {failure}", where=prompt.name) from failure
+    return common_prefix([tokenizer.encode(text, add_special_tokens=False) for text in texts])

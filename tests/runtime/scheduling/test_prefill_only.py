@@ -1,0 +1,110 @@
+"""Requests without an answer: last in line, in small steps beside others, and out of the way at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from optkit.runtime.prefill import NO_ROOM, Prefill
+from optkit.runtime.scheduling.prefill_only import ALONE_TOKENS, BESIDE_TOKENS, REST_STEPS
+from optkit.runtime.scheduling.scheduler import Scheduler
+from optkit.runtime.types import EngineRefusal, EngineRequest, FinishReason, SamplingParams, TokenOutput
+from tests.support.schedulers import add, advance, make, plan
+
+LONG = {
+    "max_num_batched_tokens": 512, "max_model_len": 1024, "num_blocks": 512, "enable_prefix_caching": True
+}  # fmt: skip
+
+
+def warm(scheduler: Scheduler, name: str, num_prompt: int, token: int = 2, **fields: object) -> None:
+    scheduler.add(
+        EngineRequest(
+            request_id=name,
+            prompt_ids=(token,) * num_prompt,
+            sampling=SamplingParams(max_tokens=1),
+            arrival=0.0,
+            prefill=Prefill(**fields),  # type: ignore[arg-type]
+        )
+    )
+
+
+def step(scheduler: Scheduler) -> tuple[list[tuple[str, int]], list[TokenOutput]]:
+    batch = scheduler.schedule()
+    outputs = scheduler.update(batch, [(5,) if item.needs_logits else None for item in batch.items])
+    scheduler.check()
+    return plan(batch), outputs
+
+
+def test_alone_it_runs_in_bounded_steps_and_ends_without_a_token() -> None:
+    scheduler = make(**LONG)
+    warm(scheduler, "w", 400)
+    planned, outputs = step(scheduler)
+    assert planned == [("w", ALONE_TOKENS)] and not outputs
+    planned, (end,) = step(scheduler)
+    assert planned == [("w", 400 - ALONE_TOKENS)]
+    assert (end.finish_reason, end.token_ids, end.num_prefilled) == (FinishReason.STOP, (), 400)
+    assert not scheduler.has_work
+    warm(scheduler, "again", 400)
+    planned, (end,) = step(scheduler)
+    assert not planned and end.num_prefilled == 400 and end.first and end.first.cached_tokens == 400
+
+
+def test_beside_decodes_it_runs_rarely_and_little() -> None:
+    scheduler = make(**LONG)
+    add(scheduler, "r", 8, max_tokens=200)
+    advance(scheduler)
+    warm(scheduler, "w", 400)
+    planned = [step(scheduler)[0] for _ in range(2 * (REST_STEPS + 1))]
+    sizes = [dict(items).get("w", 0) for items in planned]
+    assert sizes[0] == sizes[REST_STEPS + 1] == BESIDE_TOKENS and sum(sizes) == 2 * BESIDE_TOKENS
+    assert all(("r", 1) in items for items in planned)
+
+
+def test_a_prompt_goes_first_and_keeps_its_step() -> None:
+    scheduler = make(**LONG)
+    warm(scheduler, "w", 400)
+    add(scheduler, "r", 700)
+    assert step(scheduler)[0] == [("r", 512)]
+    assert step(scheduler)[0] == [("r", 188)]
+    assert ("w", BESIDE_TOKENS) in step(scheduler)[0]
+
+
+def test_it_yields_its_place_and_its_blocks() -> None:
+    scheduler = make(**LONG | {"max_num_seqs": 1})
+    warm(scheduler, "w", 400)
+    step(scheduler)
+    add(scheduler, "r", 8, max_tokens=2)
+    assert step(scheduler)[0] == [("r", 8)]
+    step(scheduler)
+    planned, (end,) = step(scheduler)
+    assert planned == [("w", 400 - ALONE_TOKENS)] and end.num_prefilled == 400  # nothing was computed twice
+    scheduler = make(**LONG | {"num_blocks": 110, "max_model_len": 440})
+    warm(scheduler, "w", 400)
+    step(scheduler)
+    add(scheduler, "r", 400, max_tokens=2)
+    assert step(scheduler)[0] == [("r", 400)]
+
+
+def test_a_pin_never_takes_the_blocks_of_a_known_request() -> None:
+    scheduler = make(**LONG | {"num_blocks": 64, "max_model_len": 256})
+    add(scheduler, "r", 8, max_tokens=140)  # 37 blocks
+    advance(scheduler)
+    warm(scheduler, "w", 120, pin="p")  # 30 blocks
+    ends: list[TokenOutput] = []
+    for _ in range(60):
+        ends += [output for output in step(scheduler)[1] if output.request_id == "w"]
+    assert [(end.finish_reason, end.error) for end in ends] == [(FinishReason.ERROR, NO_ROOM)]
+    while scheduler.has_work:
+        step(scheduler)
+    warm(scheduler, "w", 120, pin="p")
+    assert step(scheduler)[1][0].num_prefilled == 120
+    with pytest.raises(EngineRefusal, match="pinned prefixes leave room for 136 tokens"):
+        add(scheduler, "r", 8, max_tokens=140)
+
+
+def test_a_lease_is_no_reason_to_refuse() -> None:
+    scheduler = make(**LONG | {"num_blocks": 64, "max_model_len": 256})
+    warm(scheduler, "w", 120, pin="p", lease=1000.0)
+    step(scheduler)
+    assert scheduler.stats().kv_blocks_pinned == 30
+    add(scheduler, "r", 8, max_tokens=140)
+    assert scheduler.stats().kv_blocks_pinned == 0
