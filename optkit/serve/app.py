@@ -30,7 +30,7 @@ from starlette.exceptions import HTTPException
 
 from optkit.json_names import JSON_NAMES
 from optkit.serve.constraints.checker import ConstraintChecker
-from optkit.serve.engine_api import AsyncEngine, ServeSettings
+from optkit.serve.engine_api import AccessSettings, AsyncEngine, ServeSettings
 from optkit.serve.http.admission import Admission
 from optkit.serve.http.auth import AuthMiddleware, path_of
 from optkit.serve.http.error_response import error_response
@@ -42,6 +42,7 @@ from optkit.serve.openai.protocol import OPENAI_DEFAULTS
 from optkit.serve.openai.response import AppState
 from optkit.serve.openapi import document
 from optkit.serve.routes import add_routes
+from optkit.serve.shutdown import RequestsInFlight
 from optkit.serve.tools.formats import ChatFormat, choose_format
 from optkit.serve.tracing import Tracing
 from optkit.text.template_traits import find_traits
@@ -59,17 +60,34 @@ def create_app(
     chat: ChatFormat | None = None,
     defaults: SamplingDefaults = OPENAI_DEFAULTS,
 ) -> FastAPI:
-    """The application in front of ``engine``.
+    """The application in front of ``engine``, with its access control: ``make_app`` and ``guard``."""
+    app = make_app(engine, tokenizer, settings, tracing, chat, defaults)
+    guard(app, settings)
+    return app
+
+
+def make_app(
+    engine: AsyncEngine,
+    tokenizer: Tokenizer,
+    settings: ServeSettings,
+    tracing: Tracing | None = None,
+    chat: ChatFormat | None = None,
+    defaults: SamplingDefaults = OPENAI_DEFAULTS,
+    metrics: Metrics | None = None,
+    requests: RequestsInFlight | None = None,
+) -> FastAPI:
+    """The application in front of ``engine``, without access control.
 
     ``app.state.draining`` set to True makes the server not ready and refuses new work with 503.
 
     Args:
         chat: the forms of tools and reasoning; by default those of the chat template.
         defaults: sampling parameters of requests that leave them out.
+        metrics, requests: those of the server, by default new ones.
     """
     if chat is None and tokenizer.chat_template is not None:
         chat = choose_format(find_traits(tokenizer.chat_template))
-    metrics = Metrics(
+    metrics = metrics or Metrics(
         settings.model_names[0],
         lambda: engine.stats,
         settings.limits.ttft_slo_ms,
@@ -81,19 +99,24 @@ def create_app(
     admission = Admission(
         settings.limits.max_num_seqs + settings.max_queue, metrics.rejections["max_queue"].inc
     )
-    state = AppState(engine, prompts, metrics, admission, settings, constraints, tracing)
+    requests = requests or RequestsInFlight()
+    state = AppState(engine, prompts, metrics, admission, settings, constraints, tracing, requests)
     root = settings.root_path
     app = FastAPI(title="optkit", version=VERSION, openapi_url=None, lifespan=_lifespan, root_path=root)
-    app.state.parts, app.state.draining = state, False
-    _add_errors(app)
+    app.state.parts, app.state.draining, app.state.requests = state, False, requests
+    add_errors(app)
     add_routes(app, state)
     _add_models(app, settings)
     _add_health(app, state, settings)
+    return app
+
+
+def guard(app: FastAPI, settings: AccessSettings) -> None:
+    """Put access control in front of ``app``."""
     app.add_middleware(AuthMiddleware, settings=settings)
     if settings.allowed_origins:  # outside of the authentication: a browser asks first without the key
         origins = list(settings.allowed_origins)
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
-    return app
 
 
 @asynccontextmanager
@@ -160,7 +183,9 @@ def _add_health(app: FastAPI, state: AppState, settings: ServeSettings) -> None:
         return Response(state.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _add_errors(app: FastAPI) -> None:
+def add_errors(app: FastAPI) -> None:
+    """Answer errors in the shape of the API."""
+
     async def api_error(http: Request, error: Exception) -> Response:
         known = error if isinstance(error, ApiError) else internal_error(error)
         return error_response(known, path_of(http.scope))

@@ -45,6 +45,19 @@ class AsyncEngine(TokenSource, Protocol):
     async def reset_prefix_cache(self) -> None: ...
 
 
+class AccessSettings(Protocol):
+    """The settings of access control; ``ServeSettings`` explains them."""
+
+    @property
+    def api_keys(self) -> tuple[str, ...]: ...
+
+    @property
+    def allowed_hosts(self) -> frozenset[str] | None: ...
+
+    @property
+    def allowed_origins(self) -> tuple[str, ...]: ...
+
+
 @dataclass(frozen=True)
 class ServeSettings:
     """Limits and names of a server.

@@ -87,6 +87,7 @@ class Metrics:
         ttft_slo_ms: the bound on the time to first token, a bucket edge of the TTFT histogram.
         info: of the engine; None while there is none.
         restarts: returns the number of engines started after the first.
+        engine: value of the ``engine`` label.
     """
 
     def __init__(
@@ -96,9 +97,10 @@ class Metrics:
         ttft_slo_ms: float | None = None,
         info: Callable[[], EngineInfo | None] = lambda: None,
         restarts: Callable[[], int] = lambda: 0,
+        engine: str = "0",
     ) -> None:
         self.registry = CollectorRegistry()
-        self._values = (model_name, "0")
+        self._values = (model_name, engine)
         ttft = tuple(sorted({*TTFT_EDGES, *([ttft_slo_ms / 1000] if ttft_slo_ms else [])}))
         self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", ttft)
         self.itl = self._histogram("inter_token_latency_seconds", "Between two tokens.", TOKEN_EDGES)
