@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request
@@ -129,16 +129,28 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         await asyncio.to_thread(state.tracing.close)
 
 
+def model_card(
+    name: str, root: str, created: int, max_model_len: int, variant_limits: Sequence[int] | None
+) -> dict[str, object]:
+    """A model in ``/v1/models``.
+
+    Args:
+        root: the first of its names.
+        variant_limits: None while unknown.
+    """
+    fixed = {"id": name, "object": "model", "created": created, "owned_by": "optkit", "root": root}
+    limits = None if variant_limits is None else list(variant_limits)
+    return {**fixed, "max_model_len": max_model_len, JSON_NAMES["variant_limits"]: limits}
+
+
 def _add_models(app: FastAPI, settings: ServeSettings) -> None:
     created = int(time.time())
 
+    limits = settings.limits
+
     def card(name: str) -> dict[str, object]:
-        fixed = {"object": "model", "created": created, "owned_by": "optkit", "root": settings.model_names[0]}
-        limits = {
-            "max_model_len": settings.limits.max_model_len,
-            JSON_NAMES["variant_limits"]: list(settings.limits.variant_limits),
-        }
-        return {"id": name, **fixed, **limits}
+        first = settings.model_names[0]
+        return model_card(name, first, created, limits.max_model_len, limits.variant_limits)
 
     @app.api_route("/v1/models", methods=READ)
     async def models() -> JSONResponse:

@@ -152,10 +152,9 @@ class _Server(ServerProcess):
 
     async def make_app(self) -> tuple[FastAPI, str, str]:
         tokenizer, chat, info = await self._load()
-        parts = self._parts
-        app = create_app(
-            self._client, tokenizer, parts.settings(info), parts.tracing(), chat, parts.defaults()
-        )
+        parts, names = self._parts, self._options.served_model_names or (self._artifact.name,)
+        settings = parts.settings(info, names)
+        app = create_app(self._client, tokenizer, settings, parts.tracing(), chat, parts.defaults())
         return app, self._artifact.name, describe_memory(info)
 
     async def _load(self) -> tuple[Tokenizer, ChatFormat | None, EngineInfo]:
@@ -213,10 +212,11 @@ class AppParts:
         trim_heap()
         return tokenizer, chat
 
-    def settings(self, info: EngineInfo) -> ServeSettings:
+    def settings(self, info: EngineInfo, names: tuple[str, ...]) -> ServeSettings:
+        """The settings of the application, for an engine and the names of its model."""
         options = self._options
         return ServeSettings(
-            model_names=options.served_model_names or (self._artifact.name,),
+            model_names=names,
             limits=info.config,
             max_queue=options.max_queue,
             api_keys=options.api_keys,
