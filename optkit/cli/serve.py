@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ from optkit.extras import need_extra
 from optkit.machine import logs
 from optkit.recipe.engine_options import ACCESS
 
-CHAT = "Chat, tools and sampling"  # a group in --help
+CHAT, SEVERAL = "Chat, tools and sampling", "Several artifacts"  # groups in --help
 MIN_CACHE_BYTES = 1 << 20  # a few hundred short answers; less is a forgotten unit
 
 
@@ -53,7 +54,14 @@ class GenerationConfig(enum.StrEnum):
 
 @with_engine_flags
 def serve(
-    artifact: Annotated[Path, typer.Argument(help="An artifact that optkit optimize wrote.")],
+    artifacts: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[NAME=]ARTIFACT",
+            help="Artifacts that optkit optimize wrote. Requests choose one of several by its own name or by NAME; "
+            "each is loaded for its first request.",
+        ),
+    ],
     host: Annotated[
         str, typer.Option(help="Address to listen on. Any address but loopback needs an API key.")
     ] = "127.0.0.1",
@@ -166,6 +174,35 @@ def serve(
             help="Sampling defaults of requests. auto: those of the model's generation_config.json; none: OpenAI's.",
         ),
     ] = GenerationConfig.auto,
+    memory_budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="<bytes>",
+            rich_help_panel=SEVERAL,
+            help="Memory of all loaded models, such as 6GiB. Idle models give way to others, the one used longest ago "
+            "first. Default: 80 % of the memory available at the start.",
+        ),
+    ] = None,
+    idle_timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            metavar="<seconds>",
+            rich_help_panel=SEVERAL,
+            help="Time without requests after which a model is unloaded; 0: never. Default: 300. With these options a "
+            "single artifact is loaded on demand, too.",
+        ),
+    ] = None,
+    load_timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            metavar="<seconds>",
+            rich_help_panel=SEVERAL,
+            help="Longest wait of a request for memory and load of its model; then the answer is 503 with Retry-After. "
+            "Default: 120.",
+        ),
+    ] = None,
     log_format: Annotated[
         LogFormat, typer.Option(rich_help_panel=ACCESS, help="Log lines for people or for machines.")
     ] = LogFormat.text,
@@ -189,25 +226,34 @@ def serve(
     ] = 25,
     **engine_options: Any,
 ) -> None:
-    """Serve an artifact over OpenAI's HTTP API, with streaming and Prometheus metrics.
+    """Serve artifacts over OpenAI's HTTP API, with streaming and Prometheus metrics.
 
     Prints one line when ready. Ctrl-C ends the server, a second Ctrl-C at once. A dead engine is started again; exit
     code 1: the engine died again and again. A signal ends the server with exit code 0.
 
     Example: optkit serve artifact/ --port 8000 --kv-cache-bytes 1GiB
+
+    Example: optkit serve chat=small/ code=large/ --memory-budget 6GiB
     """
     need_extra("serve", "optkit serve")
     logs.configure(log_format.value)
+    named = [name_and_directory(text) for text in artifacts]
+    on_demand = len(named) > 1 or any(
+        value is not None for value in (memory_budget, idle_timeout, load_timeout)
+    )
+    names = tuple(name for name, _ in named[:1] if name and not on_demand) + tuple(served_model_name or ())
     from optkit.runtime.process.launch import launch
 
-    with launch() as launched:  # the engine process imports while this process does
+    with (
+        nullcontext() if on_demand else launch() as launched
+    ):  # the engine process imports while this process does
         from optkit.serve.http.address import read_api_keys
         from optkit.serve.server import ServeOptions, run
 
         options = ServeOptions(
             host=host,
             port=port,
-            served_model_names=tuple(served_model_name or ()),
+            served_model_names=names,
             api_keys=read_api_keys(api_key_file),
             max_queue=max_queue,
             request_timeout=request_timeout,
@@ -225,7 +271,29 @@ def serve(
             ssl_keyfile=ssl_keyfile,
             engine=engine_options,
         )
-        raise typer.Exit(run(artifact, options, launched=launched))
+        if not on_demand:
+            raise typer.Exit(run(named[0][1], options, launched=launched))
+    from optkit.serve.models.server import NamedArtifact, PoolOptions, run_models
+
+    times = {"idle_timeout": idle_timeout, "load_timeout": load_timeout}
+    given = {name: value for name, value in times.items() if value is not None}
+    memory = PoolOptions(None if memory_budget is None else size(memory_budget, "--memory-budget"), **given)
+    found = [NamedArtifact(directory, name) for name, directory in named]
+    raise typer.Exit(run_models(found, options, memory))
+
+
+def name_and_directory(text: str) -> tuple[str | None, Path]:
+    """The parts of ``NAME=ARTIFACT``; a path that exists has no name, whatever its letters are.
+
+    Raises:
+        UserError: the name is no name.
+    """
+    name, sign, directory = text.partition("=")
+    if not sign or Path(text).exists():
+        return None, Path(text)
+    if not (name and name.isprintable() and directory):
+        raise UserError("it is not NAME=ARTIFACT", where=text, fix="for example: chat=artifact/")
+    return name, Path(directory)
 
 
 def _cache_bytes(value: str) -> int:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request
@@ -33,7 +33,7 @@ from optkit.json_names import JSON_NAMES
 from optkit.serve.app_state import AppState
 from optkit.serve.constraints.checker import ConstraintChecker
 from optkit.serve.demo import add_demo
-from optkit.serve.engine_api import AsyncEngine, ServeSettings
+from optkit.serve.engine_api import AccessSettings, AsyncEngine, ServeSettings
 from optkit.serve.http.admission import Admission
 from optkit.serve.http.auth import AuthMiddleware, path_of
 from optkit.serve.http.error_response import error_response
@@ -44,6 +44,7 @@ from optkit.serve.openai.prompts import PromptReader
 from optkit.serve.openai.protocol import OPENAI_DEFAULTS
 from optkit.serve.openapi import document
 from optkit.serve.routes import add_routes
+from optkit.serve.shutdown import RequestsInFlight
 from optkit.serve.tools.formats import ChatFormat, choose_format
 from optkit.serve.tracing import Tracing
 from optkit.text.template_traits import find_traits
@@ -61,17 +62,36 @@ def create_app(
     chat: ChatFormat | None = None,
     defaults: SamplingDefaults = OPENAI_DEFAULTS,
 ) -> FastAPI:
-    """The application in front of ``engine``.
+    """The application in front of ``engine``, with its access control: ``make_app`` and ``guard``."""
+    app = make_app(engine, tokenizer, settings, tracing, chat, defaults)
+    if settings.demo:
+        add_demo(app)
+    guard(app, settings)
+    return app
+
+
+def make_app(
+    engine: AsyncEngine,
+    tokenizer: Tokenizer,
+    settings: ServeSettings,
+    tracing: Tracing | None = None,
+    chat: ChatFormat | None = None,
+    defaults: SamplingDefaults = OPENAI_DEFAULTS,
+    metrics: Metrics | None = None,
+    requests: RequestsInFlight | None = None,
+) -> FastAPI:
+    """The application in front of ``engine``, without access control.
 
     ``app.state.draining`` set to True makes the server not ready and refuses new work with 503.
 
     Args:
         chat: the forms of tools and reasoning; by default those of the chat template.
         defaults: sampling parameters of requests that leave them out.
+        metrics, requests: those of the server, by default new ones.
     """
     if chat is None and tokenizer.chat_template is not None:
         chat = choose_format(find_traits(tokenizer.chat_template))
-    metrics = Metrics(
+    metrics = metrics or Metrics(
         settings.model_names[0],
         lambda: engine.stats,
         settings.limits.ttft_slo_ms,
@@ -83,25 +103,28 @@ def create_app(
     admission = Admission(
         settings.limits.max_num_seqs + settings.max_queue, metrics.rejections["max_queue"].inc
     )
-    state = AppState(engine, prompts, metrics, admission, settings, constraints, tracing)
+    requests = requests or RequestsInFlight()
+    state = AppState(engine, prompts, metrics, admission, settings, constraints, tracing, requests)
     root = settings.root_path
     app = FastAPI(title="optkit", version=VERSION, openapi_url=None, lifespan=_lifespan, root_path=root)
-    app.state.parts, app.state.draining = state, False
-    _add_errors(app)
+    app.state.parts, app.state.draining, app.state.requests = state, False, requests
+    add_errors(app)
     add_routes(app, state)
-    if settings.demo:
-        add_demo(app)
     _add_models(app, settings)
     _add_health(app, state, settings)
     if settings.response_cache_bytes:
         from optkit.serve.cache.middleware import ResponseCacheMiddleware
 
         app.add_middleware(ResponseCacheMiddleware, state=state)
+    return app
+
+
+def guard(app: FastAPI, settings: AccessSettings) -> None:
+    """Put access control in front of ``app``."""
     app.add_middleware(AuthMiddleware, settings=settings)
     if settings.allowed_origins:  # outside of the authentication: a browser asks first without the key
         origins = list(settings.allowed_origins)
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
-    return app
 
 
 @asynccontextmanager
@@ -114,16 +137,28 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         await asyncio.to_thread(state.tracing.close)
 
 
+def model_card(
+    name: str, root: str, created: int, max_model_len: int, variant_limits: Sequence[int] | None
+) -> dict[str, object]:
+    """A model in ``/v1/models``.
+
+    Args:
+        root: the first of its names.
+        variant_limits: None while unknown.
+    """
+    fixed = {"id": name, "object": "model", "created": created, "owned_by": "optkit", "root": root}
+    limits = None if variant_limits is None else list(variant_limits)
+    return {**fixed, "max_model_len": max_model_len, JSON_NAMES["variant_limits"]: limits}
+
+
 def _add_models(app: FastAPI, settings: ServeSettings) -> None:
     created = int(time.time())
 
+    limits = settings.limits
+
     def card(name: str) -> dict[str, object]:
-        fixed = {"object": "model", "created": created, "owned_by": "optkit", "root": settings.model_names[0]}
-        limits = {
-            "max_model_len": settings.limits.max_model_len,
-            JSON_NAMES["variant_limits"]: list(settings.limits.variant_limits),
-        }
-        return {"id": name, **fixed, **limits}
+        first = settings.model_names[0]
+        return model_card(name, first, created, limits.max_model_len, limits.variant_limits)
 
     @app.api_route("/v1/models", methods=READ)
     async def models() -> JSONResponse:
@@ -168,7 +203,9 @@ def _add_health(app: FastAPI, state: AppState, settings: ServeSettings) -> None:
         return Response(state.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _add_errors(app: FastAPI) -> None:
+def add_errors(app: FastAPI) -> None:
+    """Answer errors in the shape of the API."""
+
     async def api_error(http: Request, error: Exception) -> Response:
         known = error if isinstance(error, ApiError) else internal_error(error)
         return error_response(known, path_of(http.scope))

@@ -58,6 +58,22 @@ class AsyncEngine(TokenSource, Protocol):
         ...
 
 
+class AccessSettings(Protocol):
+    """The settings of access control; ``ServeSettings`` explains them."""
+
+    @property
+    def api_keys(self) -> tuple[str, ...]: ...
+
+    @property
+    def allowed_hosts(self) -> frozenset[str] | None: ...
+
+    @property
+    def allowed_origins(self) -> tuple[str, ...]: ...
+
+    @property
+    def demo(self) -> bool: ...
+
+
 @dataclass(frozen=True)
 class ServeSettings:
     """Limits and names of a server.

@@ -134,7 +134,7 @@ class LoadedEngine(Collector):
     def collect(self) -> Iterator[Metric]:
         self._last = self._info() or self._last
         if self._last:
-            labels = {"engine": "0", **cache_labels(self._last)}
+            labels = {"engine": self._labels[1], **cache_labels(self._last)}
             family = GaugeMetricFamily(
                 "vllm:cache_config_info", "The layout of the KV cache.", labels=list(labels)
             )

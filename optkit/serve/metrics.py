@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -21,6 +22,9 @@ from optkit.runtime.types import EngineRequest, EngineStats, FinishReason, First
 from optkit.serve.engine_metrics import LABELS, EngineGauges, LoadedEngine
 from optkit.serve.pooling.metrics import PoolingMetrics
 from optkit.version import VERSION
+
+if TYPE_CHECKING:
+    from optkit.serve.cache.metrics import CacheMetrics
 
 TTFT_EDGES = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
@@ -91,6 +95,7 @@ class Metrics:
         ttft_slo_ms: the bound on the time to first token, a bucket edge of the TTFT histogram.
         info: of the engine; None while there is none.
         restarts: returns the number of engines started after the first.
+        engine: value of the ``engine`` label.
     """
 
     def __init__(
@@ -100,9 +105,11 @@ class Metrics:
         ttft_slo_ms: float | None = None,
         info: Callable[[], EngineInfo | None] = lambda: None,
         restarts: Callable[[], int] = lambda: 0,
+        engine: str = "0",
     ) -> None:
         self.registry = CollectorRegistry()
-        self._values = self.labels = (model_name, "0")
+        self._values = self.labels = (model_name, engine)
+        self.response_cache: CacheMetrics | None = None  # of a server with ``--response-cache``
         ttft = tuple(sorted({*TTFT_EDGES, *([ttft_slo_ms / 1000] if ttft_slo_ms else [])}))
         self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", ttft)
         self.itl = self._histogram("inter_token_latency_seconds", "Between two tokens.", TOKEN_EDGES)

@@ -57,7 +57,7 @@ def add_routes(app: FastAPI, state: AppState) -> None:
 
 def _add_generation(app: FastAPI, state: AppState) -> None:
     async def reply(http: Request, parse: Callable[[bytes], Parsed]) -> Response:
-        arrival = time.monotonic()
+        arrival = getattr(http.state, "arrival", None) or time.monotonic()
         if app.state.draining:
             raise shutting_down()
         state.admission.check()

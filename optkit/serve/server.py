@@ -1,31 +1,23 @@
-"""The server process: a socket, an engine process, an event loop, and a clean end.
+"""The server of one artifact: its engine, its application, its options.
 
 Order of the start: refuse to be exposed without a key, take the port, and only then load. So a port in use costs no
 waiting. The port is bound but does not listen before the engine is ready: until then clients are refused, and no
 client hangs.
 
-Order of the end, on the first SIGINT or SIGTERM: not ready, no new connections, requests in flight may finish (2 s
-after Ctrl-C, ``shutdown_timeout`` after SIGTERM), the rest is cut, with one line in the log and an error to each
-client (``shutdown``), the engine process stops. A second signal cuts at once and kills the engine. The exit code is 0
-in all of these cases. If the engine dies, every stream ends with an error, and the ``supervisor`` starts another
-engine. After repeated deaths the server ends, with exit code 1.
+``optkit.serve.process`` has the end. If the engine dies, every stream ends with an error, and the ``supervisor`` starts
+another engine. After repeated deaths the server ends, with exit code 1.
 """
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import hashlib
 import logging
-import signal
 import socket
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import uvicorn
 
 from optkit.errors import UserError
 from optkit.machine.heap import trim_heap
@@ -38,23 +30,22 @@ from optkit.serve.choice import log_choice
 from optkit.serve.engine_api import ServeSettings
 from optkit.serve.http.address import bind, check_root_path, is_loopback, refuse_exposure
 from optkit.serve.http.auth import LOOPBACK
-from optkit.serve.http.connection import Connection
 from optkit.serve.http.tls import check_tls
 from optkit.serve.openai.defaults import SamplingDefaults, read_defaults
-from optkit.serve.shutdown import DrainingServer
+from optkit.serve.process import ServerProcess, loop_factory, print_line
 from optkit.serve.tools.formats import AUTO, ChatFormat, choose_format
 from optkit.text.template_trial import check_template
 from optkit.text.tokenizer import Tokenizer
 from optkit.version import VERSION
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from optkit.artifact.open import Artifact
     from optkit.runtime.process.client import EngineClient
     from optkit.runtime.process.launch import Launched
 
 log = logging.getLogger("optkit.serve")
-
-CTRL_C_SECONDS = 2  # for streams in flight; the engine gets the rest of five seconds
 
 
 @dataclass(frozen=True)
@@ -110,11 +101,7 @@ def run(
     Raises:
         UserError: exposed without a key, port taken, or an artifact that cannot be served.
     """
-    refuse_exposure(options.host, options.api_keys)
-    if options.otlp_traces_endpoint:
-        tracing.check(options.otlp_traces_endpoint)
-    check_tls(options.ssl_certfile, options.ssl_keyfile)
-    check_root_path(options.root_path)
+    check(options)
     with bind(options.host, options.port) as sock:
         from optkit.artifact.open import Artifact
         from optkit.runtime.process.client import EngineClient
@@ -128,7 +115,16 @@ def run(
             first = early.pop() if early else None
             return EngineClient(str(opened.directory), engine, launched=first)
 
-        return serve(opened, make_client, options, sock, announce or _print_line)
+        return serve(opened, make_client, options, sock, announce or print_line)
+
+
+def check(options: ServeOptions) -> None:
+    """Raise UserError for options that are wrong whatever is served."""
+    refuse_exposure(options.host, options.api_keys)
+    if options.otlp_traces_endpoint:
+        tracing.check(options.otlp_traces_endpoint)
+    check_tls(options.ssl_certfile, options.ssl_keyfile)
+    check_root_path(options.root_path)
 
 
 def serve(
@@ -139,12 +135,12 @@ def serve(
     announce: Callable[[str], None],
 ) -> int:
     """Start an engine, serve the model on the bound ``sock`` until a signal, stop the engine; returns the exit code."""
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_Server(artifact, make_client, options, sock, announce).run())
 
 
-class _Server:
-    """A run of the server."""
+class _Server(ServerProcess):
+    """A run of the server of one artifact."""
 
     def __init__(
         self,
@@ -156,67 +152,58 @@ class _Server:
     ) -> None:
         from optkit.serve.supervisor import EngineSupervisor
 
-        self._artifact, self._client, self._options = artifact, EngineSupervisor(make_client), options
-        self._sock, self._announce = sock, announce
-        self._uvicorn: DrainingServer | None = None
-        self._main: asyncio.Task[Any] | None = None
-        self._signals = 0
-        self._engine_died = False
+        super().__init__(options, sock, announce)
+        self._artifact, self._client = artifact, EngineSupervisor(make_client)
+        self._parts = AppParts(artifact, options)
 
-    async def run(self) -> int:
-        self._main = asyncio.current_task()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal, number)
-        try:
-            await self._load_and_serve()
-        except asyncio.CancelledError:
-            if not self._signals:
-                raise
-        finally:
-            await self._client.stop()
-        return 1 if self._engine_died else 0
-
-    async def _load_and_serve(self) -> None:
+    async def make_app(self) -> tuple[FastAPI, str, str]:
         tokenizer, chat, info = await self._load()
-        endpoint = self._options.otlp_traces_endpoint
-        spans = tracing.Tracing.to(endpoint) if endpoint else None
-        settings, defaults = self._settings(info), self._defaults()
-        app = create_app(self._client, tokenizer, settings, spans, chat, defaults)
-        gc.freeze()  # loaded objects are never garbage
-        config = uvicorn.Config(
-            app,
-            http=Connection,
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            ws="none",
-            ssl_certfile=self._options.ssl_certfile,
-            ssl_keyfile=self._options.ssl_keyfile,
-        )
-        requests = app.state.parts.requests
-        self._uvicorn = DrainingServer(config, requests, self._options.shutdown_timeout)
-        watch = asyncio.create_task(self._watch())
-        ready = asyncio.create_task(self._announce_ready(info))
-        choice = asyncio.create_task(log_choice(self._artifact.directory))
-        await self._uvicorn.serve(sockets=[self._sock])
-        for task in (watch, ready, choice):
-            task.cancel()
-        await asyncio.gather(choice, return_exceptions=True)  # ends its process
+        parts, names = self._parts, self._options.served_model_names or (self._artifact.name,)
+        settings = parts.settings(info, names)
+        app = create_app(self._client, tokenizer, settings, parts.tracing(), chat, parts.defaults())
+        return app, self._artifact.name, describe_memory(info)
 
     async def _load(self) -> tuple[Tokenizer, ChatFormat | None, EngineInfo]:
         """The tokenizer loads while the engine process loads the weights."""
         engine = asyncio.create_task(self._client.start())
         try:
-            tokenizer, chat = await asyncio.to_thread(self._load_tokenizer)
+            tokenizer, chat = await asyncio.to_thread(self._parts.load_tokenizer)
             return tokenizer, chat, await engine
         finally:
             engine.cancel()
             await asyncio.gather(engine, return_exceptions=True)
 
-    def _load_tokenizer(self) -> tuple[Tokenizer, ChatFormat | None]:
+    def background(self) -> list[Coroutine[Any, Any, None]]:
+        return [self._watch(), log_choice(self._artifact.directory)]
+
+    async def _watch(self) -> None:
+        """End the server when there is no engine and none will come."""
+        await self._client.wait_gave_up()
+        self.fail()
+
+    def on_first_signal(self) -> None:
+        self._client.restarts = False
+
+    def kill_engines(self) -> None:
+        self._client.kill()
+
+    async def stop_engines(self) -> None:
+        await self._client.stop()
+
+
+class AppParts:
+    """The parts of the application of one artifact, by the options of the server."""
+
+    def __init__(self, artifact: Artifact, options: ServeOptions) -> None:
+        self._artifact, self._options = artifact, options
+
+    def tracing(self) -> tracing.Tracing | None:
+        """The sender of spans, if there is a receiver."""
+        endpoint = self._options.otlp_traces_endpoint
+        return tracing.Tracing.to(endpoint) if endpoint else None
+
+    def load_tokenizer(self) -> tuple[Tokenizer, ChatFormat | None]:
+        """The tokenizer, and the forms of tools and reasoning."""
         file = self._options.chat_template
         tokenizer, chat = Tokenizer.from_directory(self._artifact.directory, chat_template=file), None
         if tokenizer.chat_template is not None:
@@ -231,18 +218,18 @@ class _Server:
         trim_heap()
         return tokenizer, chat
 
-    def _settings(self, info: EngineInfo) -> ServeSettings:
+    def settings(self, info: EngineInfo, names: tuple[str, ...]) -> ServeSettings:
+        """The settings of the application, for an engine and the names of its model."""
         options = self._options
         if options.response_cache_bytes:
             check_answers(info.config)
-        guarded = bool(options.api_keys) or not is_loopback(options.host)
         return ServeSettings(
-            model_names=options.served_model_names or (self._artifact.name,),
+            model_names=names,
             limits=info.config,
             max_queue=options.max_queue,
             api_keys=options.api_keys,
             request_timeout=options.request_timeout or None,
-            allowed_hosts=None if guarded else LOOPBACK | {options.host},
+            allowed_hosts=allowed_hosts(options),
             fingerprint=fingerprint(str(self._artifact.manifest.get("digest", ""))),
             allowed_origins=options.allowed_origins,
             root_path=options.root_path,
@@ -250,7 +237,7 @@ class _Server:
             demo=options.demo,
         )
 
-    def _defaults(self) -> SamplingDefaults:
+    def defaults(self) -> SamplingDefaults:
         """The sampling defaults of the model."""
         if self._options.generation_config != AUTO:
             return SamplingDefaults()
@@ -260,42 +247,11 @@ class _Server:
             log.info("sampling defaults of generation_config.json: %s", words)
         return found
 
-    async def _announce_ready(self, info: EngineInfo) -> None:
-        while not (self._uvicorn and self._uvicorn.started):
-            await asyncio.sleep(0.005)
-        host, port = self._sock.getsockname()[:2]
-        scheme, shown = (
-            "https" if self._options.ssl_certfile else "http",
-            f"[{host}]" if ":" in host else host,
-        )
-        url = f"{scheme}://{shown}:{port}{self._options.root_path}"
-        self._announce(f"{self._artifact.name} ready at {url} ({describe_memory(info)})")
 
-    async def _watch(self) -> None:
-        """End the server when there is no engine and none will come."""
-        await self._client.wait_gave_up()
-        if not self._signals and self._uvicorn:
-            self._engine_died = self._uvicorn.should_exit = True
-
-    def _on_signal(self, number: int) -> None:
-        self._signals += 1
-        self._client.restarts = False
-        if self._uvicorn is None:
-            if self._main:
-                self._main.cancel()
-        elif self._signals == 1:
-            self._uvicorn.config.app.state.draining = True  # type: ignore[union-attr]
-            if number == signal.SIGINT:
-                self._uvicorn.drain_seconds = CTRL_C_SECONDS
-            self._uvicorn.should_exit = True
-        if self._signals > 1:
-            self._leave_at_once(number)
-
-    def _leave_at_once(self, number: int) -> None:
-        log.warning("%s again: ending at once", signal.Signals(number).name)
-        if self._uvicorn:
-            self._uvicorn.cut()
-        self._client.kill()
+def allowed_hosts(options: ServeOptions) -> frozenset[str] | None:
+    """The accepted ``Host`` names; None for any, where a key is needed."""
+    guarded = bool(options.api_keys) or not is_loopback(options.host)
+    return None if guarded else LOOPBACK | {options.host}
 
 
 def check_answers(limits: SchedulerConfig) -> None:
@@ -323,16 +279,3 @@ def describe_memory(info: EngineInfo) -> str:
         kv_cache += f", {states} in {plan.state_bytes / 2**20:.0f} MiB"
     model = f"weights {weights:.0f} MiB, workspace {workspace:.0f} MiB"
     return f"{model}, {kv_cache}: {room}; up to {info.config.max_num_seqs} run together"
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
-
-
-def _print_line(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()

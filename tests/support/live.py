@@ -92,7 +92,8 @@ def main() -> int:
     from optkit.runtime.process.client import EngineClient
     from optkit.serve import supervisor
     from optkit.serve.http.address import bind
-    from optkit.serve.server import ServeOptions, _print_line, serve
+    from optkit.serve.process import print_line
+    from optkit.serve.server import ServeOptions, serve
 
     work = json.loads(sys.argv[1])
     if work["log"]:
@@ -109,7 +110,7 @@ def main() -> int:
     paths = {name: Path(value) for name, value in work["server"].items() if name in PATHS}
     options = ServeOptions(port=0, **work["server"] | paths)
     with bind(options.host, options.port) as sock:
-        return serve(artifact, make_client, options, sock, _print_line)
+        return serve(artifact, make_client, options, sock, print_line)
 
 
 def break_detokenizer(token: int | None) -> None:

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from optkit.serve.app_state import AppState
 from optkit.serve.cache.flight import Flight
-from optkit.serve.cache.metrics import add_metrics
+from optkit.serve.cache.metrics import cache_metrics
 from optkit.serve.cache.policy import CACHED, CacheControl, KeyMaker, control_of, is_deterministic
 from optkit.serve.cache.store import Answer, Header, ResponseStore, Room
 from optkit.serve.http.auth import path_of
@@ -57,7 +57,7 @@ class ResponseCacheMiddleware:
     def __init__(self, app: ASGIApp, state: AppState) -> None:
         self._app, self._state, self._settings = app, state, state.settings
         self.store = ResponseStore(state.settings.response_cache_bytes)
-        self._metrics = add_metrics(state.metrics.registry, state.metrics.labels, self.store)
+        self._metrics = cache_metrics(state.metrics, self.store).requests
         self._keys = KeyMaker(state.settings.fingerprint, state.prompts.tokenizer.chat_template)
         self._flights: dict[bytes, Flight] = {}
 

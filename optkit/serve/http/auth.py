@@ -13,7 +13,7 @@ import re
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from optkit.serve.engine_api import ServeSettings
+from optkit.serve.engine_api import AccessSettings
 from optkit.serve.http.error_response import error_response
 from optkit.serve.http.errors import ApiError
 
@@ -28,7 +28,7 @@ LOOPBACK = frozenset(["localhost", "127.0.0.1", "[::1]"])
 class AuthMiddleware:
     """ASGI middleware in front of the whole app."""
 
-    def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
+    def __init__(self, app: ASGIApp, settings: AccessSettings) -> None:
         self._app, self._settings = app, settings
         keys = [key.encode() for key in settings.api_keys]
         self._tenants = [(key, hashlib.sha256(b"tenant:" + key).hexdigest()[:16]) for key in keys]

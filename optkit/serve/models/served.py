@@ -1,0 +1,180 @@
+"""One artifact of a server of several: an engine process and an application, present while loaded.
+
+Counters live as long as the server, so a scrape after an unload still has them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from optkit.artifact.manifest import INTERNAL
+from optkit.artifact.open import MAX_GRAPH_BYTES, Artifact
+from optkit.errors import UserError
+from optkit.machine.heap import trim_heap
+from optkit.recipe.engine_options import MAX_TOKENS, engine_options
+from optkit.runtime.info import EngineInfo
+from optkit.runtime.process.client import EngineClient
+from optkit.runtime.process.launch import Launched, launch
+from optkit.runtime.types import EngineStats
+from optkit.serve.app import make_app
+from optkit.serve.metrics import Metrics
+from optkit.serve.models.memory import estimated_bytes, planned_bytes
+from optkit.serve.server import AppParts, ServeOptions, describe_memory
+from optkit.serve.shutdown import RequestsInFlight
+from optkit.serve.supervisor import EngineSupervisor
+from optkit.untrusted_json import read_bounded
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+log = logging.getLogger("optkit.serve")
+
+
+class _Meta(msgspec.Struct):
+    max_model_len: int
+
+
+class _GraphFile(msgspec.Struct):
+    meta: _Meta
+
+
+def context_length(directory: Path) -> int:
+    """The longest context of the model in an artifact, in tokens, read without torch.
+
+    Raises:
+        UserError: graph.json is damaged.
+    """
+    file = directory / INTERNAL / "graph.json"
+    try:
+        return msgspec.json.decode(read_bounded(file, MAX_GRAPH_BYTES), type=_GraphFile).meta.max_model_len
+    except msgspec.MsgspecError as error:
+        raise UserError("the graph is damaged", where=str(file)) from error
+
+
+class ServedModel:
+    """The artifact in ``directory`` under ``names`` (``optkit.serve.models.place.Model``).
+
+    Files are checked against the manifest at each load, so the start of the server does not read all weights.
+
+    Args:
+        index: of the model in the server, for the label of its metrics.
+        requests: those in flight in the whole server.
+
+    Attributes:
+        app: the application of the loaded model, without access control.
+
+    Raises:
+        UserError: no artifact, or wrong options.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        names: tuple[str, ...],
+        options: ServeOptions,
+        index: int,
+        requests: RequestsInFlight,
+    ) -> None:
+        artifact = Artifact.open(directory, verify=False)
+        self.directory, self.names, self._options = directory, names or (artifact.name,), options
+        engine = engine_options(artifact.recipe, options.engine)
+        self.num_bytes = estimated_bytes(artifact, engine)
+        self._longest = min(engine.max_model_len or MAX_TOKENS, context_length(directory))
+        self.info: EngineInfo | None = None
+        self.app: FastAPI | None = None
+        self._requests, self._earlier_restarts = requests, 0
+        self._engine: EngineSupervisor | None = None
+        self._closing = AsyncExitStack()
+        self.metrics = Metrics(
+            self.name,
+            lambda: self._engine.stats if self._engine else EngineStats(),
+            engine.ttft_slo_ms,
+            lambda: self.info,
+            lambda: self._earlier_restarts + (self._engine.num_restarts if self._engine else 0),
+            str(index),
+        )
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest prompt and answer together; before the first load without the bound of the KV cache."""
+        return self.info.config.max_model_len if self.info else self._longest
+
+    @property
+    def variant_limits(self) -> tuple[int, ...] | None:
+        """As in ``SchedulerConfig``; None before the first load."""
+        return self.info.config.variant_limits if self.info else None
+
+    @property
+    def is_healthy(self) -> bool:
+        """The model answers: its engine runs, or is loaded for the next request."""
+        return self._engine is None or self._engine.is_healthy
+
+    async def load(self) -> None:
+        with launch() as launched:  # imports while the files are checked
+            artifact = await asyncio.to_thread(Artifact.open, self.directory)
+            await self._start(artifact, launched)
+
+    async def _start(self, artifact: Artifact, launched: Launched) -> None:
+        options = engine_options(artifact.recipe, self._options.engine)
+        early = [launched]
+
+        def make_client() -> EngineClient:
+            return EngineClient(str(artifact.directory), options, launched=early.pop() if early else None)
+
+        parts, engine = AppParts(artifact, self._options), EngineSupervisor(make_client)
+        tokenizer = asyncio.create_task(asyncio.to_thread(parts.load_tokenizer))
+        try:
+            info = await engine.start()
+            words, chat = await tokenizer
+        except BaseException:
+            await engine.stop()
+            await asyncio.gather(tokenizer, return_exceptions=True)
+            raise
+        self.info, self._engine = info, engine
+        self.num_bytes = planned_bytes(info, self.num_bytes)
+        settings = parts.settings(info, self.names)
+        self.app = make_app(
+            engine, words, settings, parts.tracing(), chat, parts.defaults(), self.metrics, self._requests
+        )
+        await self._closing.enter_async_context(self.app.router.lifespan_context(self.app))
+        log.info("loaded %s (%s)", self.name, describe_memory(info))
+
+    async def unload(self) -> None:
+        engine, closing = self._engine, self._closing
+        self.app, self._closing = None, AsyncExitStack()
+        await closing.aclose()
+        if engine:
+            await engine.stop()
+            self._earlier_restarts += engine.num_restarts
+        self._engine = None
+        trim_heap()
+        log.info("unloaded %s", self.name)
+
+    async def wait_lost(self) -> None:
+        """Return when the engine died too often and is not started again."""
+        if self._engine:
+            await self._engine.wait_gave_up()
+
+    def end_restarts(self) -> None:
+        """A dead engine is not replaced any more."""
+        if self._engine:
+            self._engine.restarts = False
+
+    def kill(self) -> None:
+        """End the engine process without waiting for its step; ``unload`` follows."""
+        if self._engine:
+            self._engine.kill()
+
+    async def reset_prefix_cache(self) -> None:
+        if self._engine:
+            await self._engine.reset_prefix_cache()
