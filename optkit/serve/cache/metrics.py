@@ -16,7 +16,7 @@ RESULTS = ("hit", "shared", "miss", "bypass")
 
 
 def cache_metrics(metrics: Metrics, store: ResponseStore) -> CacheMetrics:
-    """The metrics of ``store``, registered with those of the server; a later store takes the place of the one before."""
+    """The metrics of ``store``, registered once; a later store takes the place of the one before."""
     if metrics.response_cache is None:
         metrics.response_cache = CacheMetrics(metrics.registry, metrics.labels, store)
     metrics.response_cache.store = store
