@@ -95,10 +95,9 @@ class ResponseCacheMiddleware:
             def keep(flight: Flight) -> None:
                 if self._flights.get(key) is flight:
                     del self._flights[key]
-                if (
-                    flight.answer and not asked.control.no_store and self._key_of(asked) == key
-                ):  # the same day
-                    self.store.put(key, *flight.answer, asked.control.ttl)
+                answer, is_current = flight.answer, self._key_of(asked) == key  # of the same day
+                if answer and is_current and not asked.control.no_store:
+                    self.store.put(key, *answer, asked.control.ttl)
 
             flight = self._flights[key] = Flight(self._app, scope, asked.body, Room(self.store), keep)
             await self._relay(flight, "miss", receive, send)
