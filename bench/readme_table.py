@@ -1,6 +1,6 @@
 """Write the README's generated sections and bench/results/peers.md from bench/results/*.json, no number by hand.
 
-    python bench/readme_table.py            # rewrite them
+    python bench/readme_table.py            # rewrite the files
     python bench/readme_table.py --check    # exit code 1 if one is out of date
 
 The README has the medians beside other engines; peers.md has quartiles, all ratios, versions and instruction sets.
