@@ -3,7 +3,7 @@
     python -m bench.memory -- optkit optimize MODEL --recipe ttft-cpu -o DIR
 
 The resident memory of the command and its children is read from /proc ten times a second (Linux). Anonymous memory
-(``anon``) belongs to the processes alone. The rest (``file``) are pages of mapped files: the kernel takes such pages
+(``anon``) belongs to the processes alone. The rest (``file``) are pages of mapped files: the kernel takes mapped pages
 back when memory is short. With ``--json`` the rows are printed as JSON.
 """
 

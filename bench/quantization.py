@@ -3,7 +3,7 @@
     python -m bench.quantization MODEL --tokens 20480 \\
         --try 'rtn: {scheme: W4A16, group_size: 64}' --try 'gptq: {scheme: W4A16, group_size: 64}'
 
-Each ``--try`` is the ``passes`` section of a recipe, in YAML. The fusions run before, except those in ``--without``.
+Each ``--try`` is the ``passes`` section of a recipe, in YAML. The fusions run before, except fusions in ``--without``.
 Tries run one after another, against reference logits that are computed once. Each try prints a JSON line.
 ``--save-result`` writes the figures of each finished try to a file and replaces earlier figures of the same try.
 """

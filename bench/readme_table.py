@@ -1,10 +1,10 @@
 """Write the README's generated sections and bench/results/peers.md from bench/results/*.json, no number by hand.
 
-    python bench/readme_table.py            # rewrite them
+    python bench/readme_table.py            # rewrite the files
     python bench/readme_table.py --check    # exit code 1 if one is out of date
 
 The README has the medians beside other engines; peers.md has quartiles, all ratios, versions and instruction sets.
-The inputs are files of ``optkit bench --save-result`` or ``python -m bench.peers --save-result``, for the section
+Inputs are files of ``optkit bench --save-result`` or ``python -m bench.peers --save-result``, for the section
 between the markers of the same name. Other files (kernel timings, for example) are skipped, and so are the local
 files of ``make demo``, ``make bench`` and ``make peers``.
 """

@@ -52,9 +52,9 @@ class ApiError(Exception):
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Give the wrong field the name in ``names``, where an endpoint has another name for the field."""
-        if self.param in names:
-            old, self.param = self.param, names[self.param]
-            self.message = self.message.replace(f"'{old}", f"'{self.param}")
+        if self.param is not None and self.param in names:
+            name = names[self.param]
+            self.message, self.param = self.message.replace(f"'{self.param}", f"'{name}"), name
 
     def body(self) -> bytes:
         """The JSON error body, in OpenAI's shape."""
