@@ -1,8 +1,9 @@
-"""Write the README's generated sections from bench/results/*.json: no number there is typed by hand.
+"""Write the README's generated sections and bench/results/peers.md from bench/results/*.json, no number by hand.
 
-    python bench/readme_table.py            # rewrite the sections
-    python bench/readme_table.py --check    # exit code 1 if a section is out of date
+    python bench/readme_table.py            # rewrite them
+    python bench/readme_table.py --check    # exit code 1 if one is out of date
 
+The README has the medians beside other engines; peers.md has quartiles, all ratios, versions and instruction sets.
 The inputs are files of ``optkit bench --save-result`` or ``python -m bench.peers --save-result``, for the section
 between the markers of the same name. Other files (kernel timings, for example) are skipped, and so are the local
 files of ``make demo``, ``make bench`` and ``make peers``.
@@ -38,8 +39,15 @@ PEERS_NOTHING = (
 )
 PEERS_LEGEND = (
     "Every server answers the same prompts over HTTP, one server at a time, in interleaved rounds. Medians over "
+    "rounds; in parentheses the first column's number over this one, taken within rounds. Quartiles, the other "
+    "ratios, versions and instruction sets: [bench/results/peers.md](bench/results/peers.md). What each engine runs "
+    "with, and what not to believe: [bench/README.md](bench/README.md#other-engines)."
+)
+DETAILS_LEGEND = (
+    "# Beside other engines\n\n"
+    "Every server answers the same prompts over HTTP, one server at a time, in interleaved rounds. Medians over "
     "rounds, [quartiles]; a ratio is taken within a round. What each engine runs with, and what not to believe: "
-    "[bench/README.md](bench/README.md#other-engines)."
+    "[bench/README.md](../README.md#other-engines). `python bench/readme_table.py` writes this page."
 )
 
 
@@ -59,8 +67,14 @@ def section(folder: Path) -> str:
 
 def peers_section(folder: Path) -> str:
     """The text of the section ``peers``."""
-    blocks = [peers_block(stem, data) for stem, data in results(folder, {"figures", "servers"})]
+    blocks = [peers_summary(stem, data) for stem, data in results(folder, {"figures", "servers"})]
     return "\n\n".join([PEERS_LEGEND, *blocks]) if blocks else PEERS_NOTHING
+
+
+def peers_page(folder: Path) -> str:
+    """The text of ``bench/results/peers.md``."""
+    blocks = [peers_block(stem, data) for stem, data in results(folder, {"figures", "servers"})]
+    return "\n\n".join([DETAILS_LEGEND, *(blocks or [PEERS_NOTHING])]) + "\n"
 
 
 def block(stem: str, data: dict[str, Any]) -> str:
@@ -113,10 +127,21 @@ def number(value: float) -> str:
 # -- peers ------------------------------------------------------------------------------------------
 
 
+def peers_summary(stem: str, data: dict[str, Any]) -> str:
+    """A heading and a table of medians, with the ratios of the first artifact."""
+    lines = [peers_heading(stem, data)]
+    if data["servers"]:
+        lines += ["", *summary_table(data["figures"], list(data["servers"]), data["artifacts"])]
+    return "\n".join(lines)
+
+
+def peers_heading(stem: str, data: dict[str, Any]) -> str:
+    return f"**{data['model']}** {held_to(data)}on {machine_line(data['environment'])} (`{stem}.json`)"
+
+
 def peers_block(stem: str, data: dict[str, Any]) -> str:
     """A heading, a table of medians, a table of ratios for each artifact, versions, instruction sets, skipped peers."""
-    where = f"{held_to(data)}on {machine_line(data['environment'])} (`{stem}.json`)"
-    lines = [f"**{data['model']}** {where}"]
+    lines = [peers_heading(stem, data)]
     if data["servers"]:
         lines += ["", *peers_table(data["figures"], list(data["servers"]))]
     for artifact in data["artifacts"]:
@@ -175,6 +200,22 @@ def peers_table(figures: list[dict[str, Any]], servers: list[str]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in rows]
 
 
+def summary_table(figures: list[dict[str, Any]], servers: list[str], artifacts: list[str]) -> list[str]:
+    rows = [["", *servers], ["---"] * (len(servers) + 1)]
+    for row in figures:
+        ratios = row["ratios"].get(artifacts[0], {}) if artifacts else {}
+        cells = [summary_cell(row["servers"].get(name), ratios.get(name)) for name in servers]
+        rows.append([f"{row['figure']}, {row['unit']}", *cells])
+    return [f"| {' | '.join(cells)} |" for cells in rows]
+
+
+def summary_cell(spread: dict[str, float] | None, ratio: dict[str, float] | None) -> str:
+    """``911 (0.27)``: the median, and the ratio's median where there is a ratio."""
+    if spread is None:
+        return "-"
+    return number(spread["median"]) + (f" ({ratio['median']:.2f})" if ratio else "")
+
+
 def ratio_table(figures: list[dict[str, Any]], artifact: str, others: list[str]) -> list[str]:
     rows = [["", *others], ["---"] * (len(others) + 1)]
     for row in figures:
@@ -213,13 +254,14 @@ def rewritten(readme: str, name: str, text: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    file, folder = ROOT / "README.md", ROOT / "bench" / "results"
-    old = file.read_text("utf-8")
-    new = rewritten(old, MEASURED, section(folder))
-    new = rewritten(new, PEERS, peers_section(folder))
+    folder = ROOT / "bench" / "results"
+    readme, details = ROOT / "README.md", folder / "peers.md"
+    text = rewritten(readme.read_text("utf-8"), MEASURED, section(folder))
+    pages = {readme: rewritten(text, PEERS, peers_section(folder)), details: peers_page(folder)}
     if "--check" in arguments:
-        return int(new != old)
-    file.write_text(new, "utf-8")
+        return int(any(not page.is_file() or page.read_text("utf-8") != new for page, new in pages.items()))
+    for page, new in pages.items():
+        page.write_text(new, "utf-8")
     return 0
 
 

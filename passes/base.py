@@ -30,12 +30,14 @@ class Config(BaseModel):
 class Stage(enum.IntEnum):
     """The place of a pass in a recipe; a recipe in another order is refused.
 
+    A pass may have several places: from ``Pass.stage`` to ``Pass.last_stage``.
+
     Attributes:
-        FUSE: rewrites ops, with equal logits up to rounding.
+        FUSE: rewrites ops or chooses kernels, with equal logits up to rounding.
         TRANSFORM: changes or removes float weights.
         QUANTIZE: stores weights in fewer bits.
-        KERNELS: chooses kernels, and the type of the KV cache that the kernels read.
-        COMPILE: generates code or KV for the finished graph.
+        KERNELS: chooses the type of the KV cache, and the kernels that read the type.
+        COMPILE: generates code, or KV, for the finished graph.
     """
 
     FUSE = 1
@@ -122,6 +124,7 @@ class Pass(ABC):
 
     name: ClassVar[str]
     stage: ClassVar[Stage]
+    last_stage: ClassVar[Stage | None] = None  # None: ``stage``, the only place
     exact: ClassVar[bool] = True
     measured: ClassVar[bool] = True
     Config: ClassVar[type[Config]] = Config

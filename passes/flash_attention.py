@@ -6,6 +6,9 @@ name and gains nothing.
 
 Flash attention (arXiv 2205.14135) computes softmax blockwise and never writes the score matrix: memory is linear in
 length, and the arithmetic stays in cache. The result is exact: online softmax only reorders the sum.
+
+The best place is with the fusions: all later passes are then measured with fast attention, which is closer to the
+finished artifact and takes less time.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Skip, 
 
 class FlashAttention(Pass):
     name = "flash_attention"
-    stage = Stage.KERNELS
+    stage = Stage.FUSE
+    last_stage = Stage.KERNELS
 
     def check(self, graph: Graph, ctx: PassContext) -> Plan:
         plan = Plan()

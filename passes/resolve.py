@@ -6,7 +6,6 @@ Importing a pass may import torch, so nothing here is needed to read, list or sh
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 import re
 from collections.abc import Sequence
@@ -63,8 +62,7 @@ def resolve_entries(entries: Sequence[PassEntry], document: Document) -> list[Re
         else resolve_entry(entry, document, ("passes", entry.name))
         for entry in entries
     ]
-    for before, after in itertools.pairwise(resolved):
-        check_order(before, after, document.where(("passes", name_of(after))))
+    check_order(resolved, document, ("passes",))
     return resolved
 
 
@@ -81,32 +79,41 @@ def resolve_alternatives(entry: PassEntry, document: Document) -> Alternatives:
     for index, candidate in enumerate(entry.one_of or ()):
         path = ("passes", entry.name, "one_of", index)
         resolved = [resolve_entry(one, document, (*path, one.name)) for one in candidate]
-        for before, after in itertools.pairwise(resolved):
-            check_order(before, after, document.where((*path, name_of(after))))
+        check_order(resolved, document, path)
         candidates.append(resolved)
     return Alternatives(entry.name, candidates)
 
 
-def check_order(before: Resolved, after: Resolved, where: str) -> None:
-    """Refuse a pass ``after`` of an earlier stage than ``before``.
+def check_order(resolved: Sequence[Resolved], document: Document, path: KeyPath) -> None:
+    """Refuse a pass whose last stage is before the stage of a pass above; ``path`` is that of the passes.
 
     Raises:
-        UserError: at ``where``.
+        UserError: at the pass in ``document``.
     """
-    first = max(members(before, -1), key=lambda resolved: resolved.pass_class.stage)
-    second = min(members(after, 0), key=lambda resolved: resolved.pass_class.stage)
-    if second.pass_class.stage < first.pass_class.stage:
-        raise UserError(
-            f"'{second.entry.name}' must come before '{first.entry.name}'",
-            where=where,
-            fix=f"the order is: {', '.join(stage.name.lower() for stage in Stage)}",
-        )
+    latest: ResolvedPass | None = None
+    for one in resolved:
+        early = min(members(one), key=last_place)
+        if latest is not None and last_place(early) < latest.pass_class.stage:
+            raise UserError(
+                f"'{early.entry.name}' must come before '{latest.entry.name}'",
+                where=document.where((*path, name_of(one))),
+                fix=f"the order is: {', '.join(stage.name.lower() for stage in Stage)}",
+            )
+        late = max(members(one), key=lambda member: member.pass_class.stage)
+        if latest is None or late.pass_class.stage >= latest.pass_class.stage:
+            latest = late
 
 
-def members(resolved: Resolved, index: int) -> list[ResolvedPass]:
-    """The pass at ``index`` (0 or -1) of every candidate; a pass is the only candidate for its place."""
+def last_place(resolved: ResolvedPass) -> Stage:
+    """The last stage in which the pass may come."""
+    last: Stage | None = resolved.pass_class.last_stage
+    return last or resolved.pass_class.stage
+
+
+def members(resolved: Resolved) -> list[ResolvedPass]:
+    """The passes of all candidates; a pass is the only candidate for its place."""
     if isinstance(resolved, Alternatives):
-        return [candidate[index] for candidate in resolved.candidates]
+        return [member for candidate in resolved.candidates for member in candidate]
     return [resolved]
 
 

@@ -112,6 +112,7 @@ def test_only_benchmark_results_are_quoted(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text("[]")
     assert script().section(tmp_path) == script().NOTHING
     assert script().peers_section(tmp_path) == script().PEERS_NOTHING
+    assert script().PEERS_NOTHING in script().peers_page(tmp_path)
 
 
 def test_only_what_is_between_the_markers_changes() -> None:

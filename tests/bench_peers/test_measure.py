@@ -69,7 +69,7 @@ def test_rounds_interleave_and_everything_is_recorded(tmp_path):
     data = json.loads((tmp_path / "peers.json").read_text())
     assert data["skipped"] == {"c": "not installed"} and data["artifacts"] == ["a"]
     assert len(data["workloads"]["short"]["turns"][0]["records"][0]["chunks"]) == 3
-    text = readme_table.peers_section(tmp_path)
+    text = readme_table.peers_page(tmp_path)
     assert "Not measured: c (not installed)" in text and "Versions: a: a 1; b: b 1." in text
 
 

@@ -82,7 +82,7 @@ def test_an_engine_with_avx512_in_a_run_on_avx2_is_a_problem():
     assert measured.problems() == ["peer used AVX-512 in a run on AVX2"]
 
 
-def test_the_readme_says_what_each_engine_ran_on():
+def test_the_page_says_what_each_engine_ran_on():
     measured = made()
     measured.isa = "avx2"
     measured.servers["a"].settings["isa"] = "avx2 kernels"
@@ -94,13 +94,19 @@ def test_the_readme_says_what_each_engine_ran_on():
     assert "held to" not in readme_table.peers_block("x", made().to_dict())
 
 
+def test_the_readme_has_medians_and_the_ratios_of_the_first_artifact():
+    text = readme_table.peers_summary("peers-x", made().to_dict())
+    assert "| TTFT, 128 tokens, ms | 1500 | 2000 (0.75) | 7000 (0.23) |" in text
+    assert "[" not in text and "Versions" not in text
+
+
 def test_an_artifact_that_was_skipped_is_no_candidate():
     measured = made()
     measured.artifacts = ["a", "lost"]
     assert measured.to_dict()["artifacts"] == ["a"]
 
 
-def test_the_readme_shows_medians_ratios_versions_and_who_is_missing():
+def test_the_page_shows_medians_ratios_versions_and_who_is_missing():
     text = readme_table.peers_block("peers-x", made().to_dict())
     assert "**tiny** on 2 cores of Some CPU" in text and "`peers-x.json`" in text
     assert "|  | a | b | peer |" in text

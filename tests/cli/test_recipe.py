@@ -34,7 +34,7 @@ def test_show_prints_yaml_that_loads(capsys: Output) -> None:
 def test_check_prints_the_passes_in_order(capsys: Output) -> None:
     assert run(["recipe", "check", "ttft-cpu", "--set", "passes.int8.lm_head=false"]) == 0
     shown = capsys.readouterr().out
-    assert shown.index("1. fuse_qkv") < shown.index("6. int8") < shown.index("7. flash_attention")
+    assert shown.index("1. fuse_qkv") < shown.index("5. flash_attention") < shown.index("7. int8")
     assert "lm_head=False" in shown
     assert "max_kld 0.01" in shown
 
@@ -92,7 +92,7 @@ name: own
 extends: ttft-cpu
 serving: {speculative_model: ngram, threads: 2}
 evaluation: {text: our.txt}
-passes: {kv_int8: false, "int8@more": {targets: [up_proj], group_size: 64}, flash_attention: {}}
+passes: {int8: {}, "int8@more": {targets: [up_proj], group_size: 64}, kv_int8: false}
 """
 
 
@@ -101,7 +101,7 @@ def test_show_prints_the_merged_recipe(tmp_path: Path, capsys: Output) -> None:
     assert run(["recipe", "show", str(tmp_path / "own.yaml")]) == 0
     shown = parse_recipe(capsys.readouterr().out)  # complete: a text alone extends nothing
     assert shown == load_recipe(str(tmp_path / "own.yaml"))
-    assert [entry.name for entry in shown.passes][-3:] == ["int8", "int8@more", "flash_attention"]
+    assert [entry.name for entry in shown.passes][-3:] == ["smoothquant", "int8", "int8@more"]
 
 
 def test_check_prints_bases_serving_text_and_labels(tmp_path: Path, capsys: Output) -> None:

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 import optkit.passes
+from optkit.errors import UserError
 from optkit.passes.resolve import Alternatives, recipe_json_schema, resolve_passes
 from optkit.recipe.load import parse_recipe
 from tests.support.demo_recipe import TEXT, FakeFuse, FakeInt8, Int8Config, message
@@ -52,6 +53,27 @@ def test_resolve_passes_refuses_passes_out_of_order() -> None:
     line = message(text, resolve=True)
     assert "r.yaml:12: 'fuse_qkv' must come before 'int8'" in line
     assert "the order is: fuse, transform, quantize, kernels, compile" in line
+
+
+@pytest.mark.parametrize(
+    ("order", "refused"),
+    [
+        ("fuse_qkv flash_attention int8 kv_int8", None),
+        ("fuse_qkv int8 flash_attention kv_int8", None),
+        ("kv_int8 flash_attention", None),
+        ("flash_attention fuse_qkv", None),
+        ("int8 flash_attention fuse_qkv", "'fuse_qkv' must come before 'int8'"),
+        ("compile flash_attention", "'flash_attention' must come before 'compile'"),
+    ],
+)
+def test_flash_attention_has_several_places(order: str, refused: str | None) -> None:
+    passes = ", ".join(f"{name}: {{}}" for name in order.split())
+    recipe = parse_recipe(f"schema_version: 1\nname: r\npasses: {{{passes}}}\n")
+    if refused is None:
+        assert [one.entry.name for one in resolve_passes(recipe)] == order.split()
+    else:
+        with pytest.raises(UserError, match=refused):
+            resolve_passes(recipe)
 
 
 @pytest.mark.usefixtures("pass_table")

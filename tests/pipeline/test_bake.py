@@ -240,7 +240,7 @@ def test_kv_that_depends_on_the_steps_is_not_stored(
 
     monkeypatch.setattr(bake, "computed_again", another_bit)
     result = bake.compute(other, [KnownPrompt("x", [{"role": "system", "content": SYSTEM}])], 1)
-    assert result["refusal"] == "the KV of x depends on the steps that compute it"
+    assert result["refusal"].startswith("the KV of x depends on the steps that compute it")
     assert not (other / FACTS_FILE).exists()
 
 

@@ -1,7 +1,7 @@
 """The native kernels on an emulated 64-bit Arm CPU, behind the interface of ``native.library()``.
 
 The sources are compiled for aarch64 by a cross compiler, with the flags of ``setup.py``, into a static program
-(``tests/native/arm_calls.cpp``) that qemu's user mode runs. A call sends the tensors of its arguments to the program
+(``tests/native/arm_calls.cpp``) for qemu's user mode. A call sends the tensors of its arguments to the program
 and copies back what changed there, so the Python functions of the kernels and their tests run as they are. Calls of
 whole programs (``run_program``) hold addresses and are refused.
 

@@ -46,6 +46,7 @@ class FakeInt8:
     """A fake pass ``int8``."""
 
     stage = Stage.QUANTIZE
+    last_stage = None
     Config = Int8Config
 
 
@@ -53,6 +54,7 @@ class FakeFuse:
     """A fake pass ``fuse_qkv``."""
 
     stage = Stage.FUSE
+    last_stage = None
     Config = EmptyConfig
 
 

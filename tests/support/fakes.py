@@ -39,8 +39,8 @@ class FakeRunner:
     A token in a wrong slot, a block with two owners, a skipped chunk and a chunk at a wrong position change the
     output. So comparing with a solo run checks all KV bookkeeping.
 
-    With several ``windows`` the runner keeps the tokens in a block of each group, with the number of the group. A token
-    that a query reads in a window and that is not there changes the output; to read a block given back is an error.
+    With several ``windows`` the runner keeps the tokens in a block of each group, with the number of the group. A
+    missing token in the window of a query changes the output; to read a block given back is an error.
 
     With ``num_states`` the runner also keeps a recurrent state in that many slots, a hash of the tokens that were run
     through the slot, and the output depends on it: a state from other tokens, or advanced twice, changes the output.

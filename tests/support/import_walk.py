@@ -66,8 +66,8 @@ def imports_of(module: str) -> tuple[Import, ...]:
 def inherited_extras(functions: dict[str, ast.FunctionDef]) -> dict[str, Extras]:
     """name of a function of a module -> the extras checked by every caller, for private functions.
 
-    The largest solution of "what a caller checks, or inherits", so that functions that call each other are no
-    special case. A function that is public, or that nobody calls, inherits none.
+    The largest solution of "what a caller checks, or inherits", which also holds for functions in a cycle of calls.
+    Public functions and functions without callers inherit none.
     """
     callers = {
         name: [one for one in functions.values() if one.name != name and _mentions(one, name)]
