@@ -37,7 +37,7 @@ class Stage(enum.IntEnum):
         TRANSFORM: changes or removes float weights.
         QUANTIZE: stores weights in fewer bits.
         KERNELS: chooses the type of the KV cache, and the kernels that read the type.
-        COMPILE: generates code or KV for the finished graph.
+        COMPILE: generates code, or KV, for the finished graph.
     """
 
     FUSE = 1

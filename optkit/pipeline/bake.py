@@ -41,6 +41,7 @@ TEMPLATE = "chat template"
 TIMEOUT_SECONDS = 3600
 LEAST_STEP, MOST_STEP = 101, 160  # tokens of the second computation's steps: unlike those of the first
 STEP_TOKENS = 2048
+DEPENDS = "depends on the steps that compute it, as PyTorch's layers and attention may: use native kernels"
 
 Blocks = list[list[np.ndarray | None]]  # of each block of a prompt: the bytes of each group, or None
 
@@ -135,7 +136,7 @@ def compute(directory: Path, prompts: Sequence[KnownPrompt], threads: int) -> di
     for name, tokens in ids.items():
         first, second = warmed(engine, tokens), computed_again(engine, tokens)
         if not equal(first, second):
-            return {"tokens": counts, "refusal": f"the KV of {name} depends on the steps that compute it"}
+            return {"tokens": counts, "refusal": f"the KV of {name} {DEPENDS}"}
         tree.add(name, tokens, first)
     num_bytes = tree.write(artifact, engine)
     read_prefix(directory, engine.runner.vocab_size)  # what a server will check

@@ -50,7 +50,7 @@ def test_a_quick_run_bakes_a_copy_and_saves_every_number(
     source, plain, saved = tmp_path / "source", tmp_path / "plain", tmp_path / "result.json"
     save_model(source)
     (source / "chat_template.jinja").write_text(QWEN)
-    run(source, plain, "passes: {}\n")
+    run(source, plain, "passes:\n  flash_attention: {}\n  kv_int8: {}\n")
     before = (plain / MANIFEST).read_bytes()
     prompt = tmp_path / "system.txt"
     prompt.write_text("You answer in few words, politely, and never guess. " * 3)

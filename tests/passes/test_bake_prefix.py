@@ -27,6 +27,8 @@ def test_models_and_targets_without_storable_kv_are_skipped() -> None:
     graph, baking = captured("llama"), BakePrefix()
     (skip,) = baking.check(graph, PassContext(DATASHEETS["cuda-h100"])).skips
     assert "for CPUs alone" in skip.reason
+    (skip,) = baking.check(captured("lfm2"), PassContext(TARGET)).skips
+    assert "recurrent state" in skip.reason
     graph.meta = replace(graph.meta, states=())
     (skip,) = baking.check(graph, PassContext(TARGET)).skips
     assert skip.reason == "no layer keeps KV"
