@@ -57,8 +57,8 @@ def serve(
         list[str],
         typer.Argument(
             metavar="[NAME=]ARTIFACT",
-            help="Artifacts that optkit optimize wrote. Requests choose one of several by its own name or by NAME; each "
-            "is loaded for its first request.",
+            help="Artifacts that optkit optimize wrote. Requests choose one of several by its own name or by NAME; "
+            "each is loaded for its first request.",
         ),
     ],
     host: Annotated[

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import fastapi.dependencies.models
 import msgspec
 
 from optkit.artifact.manifest import INTERNAL
@@ -34,6 +35,13 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 log = logging.getLogger("optkit.serve")
+
+
+def forget_endpoints() -> None:
+    """Empty FastAPI's caches: they hold up to 4,096 endpoints, and with each its application and tokenizer."""
+    for value in vars(fastapi.dependencies.models).values():
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
 
 
 class _Meta(msgspec.Struct):
@@ -157,6 +165,7 @@ class ServedModel:
             await engine.stop()
             self._earlier_restarts += engine.num_restarts
         self._engine = None
+        forget_endpoints()
         trim_heap()
         log.info("unloaded %s", self.name)
 
