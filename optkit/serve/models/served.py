@@ -76,6 +76,7 @@ class ServedModel:
 
     Attributes:
         app: the application of the loaded model, without access control.
+        target: of the recipe, "cpu" or a GPU.
 
     Raises:
         UserError: no artifact, or wrong options.
@@ -92,7 +93,7 @@ class ServedModel:
         artifact = Artifact.open(directory, verify=False)
         self.directory, self.names, self._options = directory, names or (artifact.name,), options
         engine = engine_options(artifact.recipe, options.engine)
-        self.num_bytes = estimated_bytes(artifact, engine)
+        self.num_bytes, self.target = estimated_bytes(artifact, engine), artifact.recipe.target
         self._longest = min(engine.max_model_len or MAX_TOKENS, context_length(directory))
         self.info: EngineInfo | None = None
         self.app: FastAPI | None = None
