@@ -49,6 +49,6 @@ def test_plan_of_the_engine_counts_where_it_is_greater() -> None:
         num_blocks=1, num_tokens=1, num_bytes=30, sequence_length=1, num_sequences=1, dtype="int8",
         weight_bytes=100, workspace_bytes=20, state_bytes=3,
     )  # fmt: skip
-    info = EngineInfo(config=SchedulerConfig(), memory_plan=plan, vocab_size=8)
+    info = EngineInfo(config=SchedulerConfig(max_model_len=64, num_blocks=4), memory_plan=plan, vocab_size=8)
     assert planned_bytes(info, 0) == 153 + OVERHEAD_BYTES
     assert planned_bytes(info, 2 * OVERHEAD_BYTES) == 2 * OVERHEAD_BYTES
