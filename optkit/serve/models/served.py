@@ -145,17 +145,17 @@ class ServedModel:
         try:
             info = await engine.start()
             words, chat = await tokenizer
+            settings, defaults = parts.settings(info, self.names), parts.defaults()
+            app = make_app(
+                engine, words, settings, parts.tracing(), chat, defaults, self.metrics, self._requests
+            )
+            await self._closing.enter_async_context(app.router.lifespan_context(app))
         except BaseException:
             await engine.stop()
             await asyncio.gather(tokenizer, return_exceptions=True)
             raise
-        self.info, self._engine = info, engine
+        self.app, self.info, self._engine = app, info, engine
         self.num_bytes = planned_bytes(info, self.num_bytes)
-        settings = parts.settings(info, self.names)
-        self.app = make_app(
-            engine, words, settings, parts.tracing(), chat, parts.defaults(), self.metrics, self._requests
-        )
-        await self._closing.enter_async_context(self.app.router.lifespan_context(self.app))
         log.info("loaded %s (%s)", self.name, describe_memory(info))
 
     async def unload(self) -> None:

@@ -124,11 +124,12 @@ def test_health_of_the_server_and_of_a_model(server: FakeServer) -> None:
         return server.call("GET", path).status_code
 
     assert status("/health/live") == 200
-    assert [status(f"/health/ready{of}") for of in ("", "?model=one", "?model=two", "?model=three")] == [
+    assert [status(f"/ping{of}") for of in ("", "?model=one", "?model=two", "?model=three")] == [
         *(200, 200, 503, 404)
     ]
+    assert status("/health/ready?model=three") == 200  # without a key nobody learns names
     server.app.state.draining = True
-    assert (status("/health/live"), status("/health/ready")) == (200, 503)
+    assert [status(path) for path in ("/health/live", "/health/ready", "/ping")] == [200, 503, 503]
     refused = server.post("/v1/completions", {"prompt": "Who?"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_shutdown")
 
