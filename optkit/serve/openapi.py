@@ -137,7 +137,7 @@ def _get(summary: str, schema: Schema, media: str = "application/json", unwell: 
 
 def _model() -> Schema:
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-    limits = {"type": "array", "items": INTEGER}
+    limits = {"type": ["array", "null"], "items": INTEGER}
     names = {"id": STRING, "object": STRING, "max_model_len": INTEGER}
     card = _object(names | {JSON_NAMES["variant_limits"]: limits})
     return {

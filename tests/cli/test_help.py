@@ -62,7 +62,7 @@ def test_help_names_arguments_in_capitals_and_values_by_one_word(
     usage, _, rest = shown.partition("\n")
     for argument in parameters(name):
         if argument.param_type_name == "argument":
-            assert argument.name.upper() in re.split(r"[\s\[\]]+", usage)
+            assert argument.name.upper() in re.split(r"[\s\[\].]+", usage)
             assert f"\n  {argument.name.upper()}  " in rest
     assert not re.search(r"[{}]| range>|<list", shown)
     assert not [line for line in shown.splitlines() if line.endswith("-")]

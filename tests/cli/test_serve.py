@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from optkit.cli.main import run
-from optkit.cli.serve import ReasoningParser, ToolCallParser
+from optkit.cli.serve import ReasoningParser, ToolCallParser, name_and_directory
 from optkit.machine import logs
 from optkit.runtime.process import launch
 from optkit.serve import server
+from optkit.serve.models.server import NamedArtifact, PoolOptions
 from optkit.serve.server import ServeOptions
 from optkit.serve.tools.formats import AUTO, FORMATS, REASONING_PARSERS
 
@@ -96,6 +97,62 @@ def test_serve_passes_every_flag_on(served: list[Any], tmp_path: Path) -> None:
         response_cache_bytes=256 << 20,
         engine={"max_num_seqs": 4, "threads": 3},
     )
+
+
+def test_name_before_a_single_artifact_is_its_first_name(served: list[Any]) -> None:
+    assert run(["serve", "chat=somewhere", "--served-model-name", "alias"]) == 3
+    assert served[2][:2] == (Path("somewhere"), ServeOptions(served_model_names=("chat", "alias")))
+
+
+@pytest.fixture
+def models_served(monkeypatch: pytest.MonkeyPatch, served: list[Any]) -> list[Any]:
+    """The calls of a server of several models; ``served`` stays without an engine process."""
+    from optkit.serve.models import server as models
+
+    calls: list[Any] = []
+
+    def run_models(*arguments: Any) -> int:
+        calls.append(arguments)
+        assert served == [("logs", "text")]
+        return 4
+
+    monkeypatch.setattr(models, "run_models", run_models)
+    return calls
+
+
+def test_several_artifacts_are_loaded_on_demand(models_served: list[Any]) -> None:
+    assert run(["serve", "small=a", "b", "--served-model-name", "x", "--threads", "2"]) == 4
+    named = [NamedArtifact(Path("a"), "small"), NamedArtifact(Path("b"))]
+    options = ServeOptions(served_model_names=("x",), engine={"threads": 2})
+    assert models_served == [(named, options, PoolOptions())]
+
+
+@pytest.mark.parametrize(
+    ("flags", "options"),
+    [
+        (["--memory-budget", "2GiB"], PoolOptions(memory_budget=2 << 30)),
+        (["--idle-timeout", "0"], PoolOptions(idle_timeout=0)),
+        (["--load-timeout", "7.5"], PoolOptions(load_timeout=7.5)),
+    ],
+)
+def test_options_of_memory_load_a_single_artifact_on_demand(
+    models_served: list[Any], flags: list[str], options: PoolOptions
+) -> None:
+    assert run(["serve", "chat=a", *flags]) == 4
+    assert models_served == [([NamedArtifact(Path("a"), "chat")], ServeOptions(), options)]
+
+
+@pytest.mark.parametrize("arguments", [["a", "--memory-budget", "much"], ["=a"], ["name="], ["\t=a"]])
+def test_wrong_name_or_size_is_refused(models_served: list[Any], arguments: list[str]) -> None:
+    assert run(["serve", *arguments]) == 2
+    assert models_served == []
+
+
+def test_path_with_an_equals_sign_is_a_path_where_it_exists(tmp_path: Path) -> None:
+    directory = tmp_path / "a=b"
+    assert name_and_directory(str(directory)) == (f"{tmp_path}/a", Path("b"))
+    directory.mkdir()
+    assert name_and_directory(str(directory)) == (None, directory)
 
 
 def test_names_of_parsers_are_those_of_the_formats() -> None:

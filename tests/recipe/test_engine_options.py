@@ -55,6 +55,7 @@ EFFECTIVE = {
     ("Model", "max_model_len"),
     ("Runner", "block_size"),
     ("Embedder", "block_size"),
+    ("_Meta", "max_model_len"),
 }
 
 
@@ -76,7 +77,8 @@ def test_an_option_has_a_help_text_a_group_and_a_unit_where_it_counts_something(
 
 
 def test_the_flags_of_serve_are_the_options_that_have_one() -> None:
-    own = {"artifact", "host", "port", "served_model_name", "api_key_file", "max_queue"}
+    own = {"artifacts", "memory_budget", "idle_timeout", "load_timeout"}
+    own |= {"host", "port", "served_model_name", "api_key_file", "max_queue"}
     own |= {"request_timeout", "log_format", "otlp_traces_endpoint", "shutdown_timeout", "chat_template"}
     own |= {"allowed_origins", "root_path", "ssl_certfile", "ssl_keyfile", "generation_config"}
     own |= {"tool_call_parser", "reasoning_parser", "response_cache"}

@@ -121,15 +121,21 @@ def _add_models(app: FastAPI, pool: Pool, names: Names) -> None:
 
 
 def _add_health(app: FastAPI, names: Names) -> None:
-    """Health of the server, or with ``?model=`` of one model. An unloaded model is ready: a request loads it."""
+    """Health of the server, and at ``/ping?model=`` of one model. An unloaded model is ready: a request loads it."""
 
-    async def ready(http: Request) -> JSONResponse:
-        name = http.query_params.get("model")
-        well = not app.state.draining and (name is None or names.find(name).is_healthy)
+    def status(well: bool) -> JSONResponse:
         return JSONResponse({"status": "ready" if well else "not ready"}, 200 if well else 503)
 
-    for path in ("/health", "/health/ready", "/ping"):
+    async def ready() -> JSONResponse:
+        return status(not app.state.draining)
+
+    for path in ("/health", "/health/ready"):
         app.add_api_route(path, ready, methods=READ)
+
+    @app.api_route("/ping", methods=READ)
+    async def ping(http: Request) -> JSONResponse:  # needs a key, and so tells names of models
+        name = http.query_params.get("model")
+        return status(not app.state.draining and (name is None or names.find(name).is_healthy))
 
     @app.api_route("/health/live", methods=READ)
     async def live() -> JSONResponse:

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import fastapi.dependencies.models
 import msgspec
 
 from optkit.artifact.manifest import INTERNAL
@@ -34,6 +35,13 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 log = logging.getLogger("optkit.serve")
+
+
+def forget_endpoints() -> None:
+    """Empty FastAPI's caches: they hold up to 4,096 endpoints, and with each its application and tokenizer."""
+    for value in vars(fastapi.dependencies.models).values():
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
 
 
 class _Meta(msgspec.Struct):
@@ -68,6 +76,7 @@ class ServedModel:
 
     Attributes:
         app: the application of the loaded model, without access control.
+        target: of the recipe, "cpu" or a GPU.
 
     Raises:
         UserError: no artifact, or wrong options.
@@ -84,7 +93,7 @@ class ServedModel:
         artifact = Artifact.open(directory, verify=False)
         self.directory, self.names, self._options = directory, names or (artifact.name,), options
         engine = engine_options(artifact.recipe, options.engine)
-        self.num_bytes = estimated_bytes(artifact, engine)
+        self.num_bytes, self.target = estimated_bytes(artifact, engine), artifact.recipe.target
         self._longest = min(engine.max_model_len or MAX_TOKENS, context_length(directory))
         self.info: EngineInfo | None = None
         self.app: FastAPI | None = None
@@ -136,17 +145,17 @@ class ServedModel:
         try:
             info = await engine.start()
             words, chat = await tokenizer
+            settings, defaults = parts.settings(info, self.names), parts.defaults()
+            app = make_app(
+                engine, words, settings, parts.tracing(), chat, defaults, self.metrics, self._requests
+            )
+            await self._closing.enter_async_context(app.router.lifespan_context(app))
         except BaseException:
             await engine.stop()
             await asyncio.gather(tokenizer, return_exceptions=True)
             raise
-        self.info, self._engine = info, engine
+        self.app, self.info, self._engine = app, info, engine
         self.num_bytes = planned_bytes(info, self.num_bytes)
-        settings = parts.settings(info, self.names)
-        self.app = make_app(
-            engine, words, settings, parts.tracing(), chat, parts.defaults(), self.metrics, self._requests
-        )
-        await self._closing.enter_async_context(self.app.router.lifespan_context(self.app))
         log.info("loaded %s (%s)", self.name, describe_memory(info))
 
     async def unload(self) -> None:
@@ -157,6 +166,7 @@ class ServedModel:
             await engine.stop()
             self._earlier_restarts += engine.num_restarts
         self._engine = None
+        forget_endpoints()
         trim_heap()
         log.info("unloaded %s", self.name)
 

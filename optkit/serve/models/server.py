@@ -67,7 +67,7 @@ def run_models(
     check(options)
     requests = RequestsInFlight()
     models = open_models(artifacts, options, requests)
-    budget = memory.memory_budget if memory.memory_budget is not None else default_budget()
+    budget = budget_of(models, memory)
     check_budget(models, budget, given=memory.memory_budget is not None)
     limits = PoolLimits(
         budget,
@@ -98,6 +98,21 @@ def open_models(
             what = f"the name {model.name} stands for {len(twins)} artifacts: {', '.join(twins)}"
             raise UserError(what, where="optkit serve", fix="name them apart: NAME=ARTIFACT")
     return models
+
+
+def budget_of(models: Sequence[ServedModel], memory: PoolOptions) -> int:
+    """The bytes of the memory budget.
+
+    Raises:
+        UserError: no budget, and models on a GPU, whose memory the default does not know.
+    """
+    if memory.memory_budget is not None:
+        return memory.memory_budget
+    if any(model.target != "cpu" for model in models):
+        raise UserError(
+            "models on a GPU need a budget", where=BUDGET, fix="give the GPU memory to use, such as 60GiB"
+        )
+    return default_budget()
 
 
 def check_budget(models: Sequence[ServedModel], budget: int, given: bool) -> None:

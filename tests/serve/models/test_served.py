@@ -1,0 +1,33 @@
+"""One model of a server of several: what a load finds, what an unload frees."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+
+from fastapi import FastAPI
+
+from optkit.serve.models.served import forget_endpoints
+from tests.support.serve_fakes import post, tiny_app
+
+
+def test_dropped_application_is_freed_with_its_tokenizer() -> None:
+    """FastAPI would keep it."""
+
+    def used() -> weakref.ref[FastAPI]:
+        app = tiny_app()
+        assert post(app, "/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
+        return weakref.ref(app)
+
+    dropped = used()
+    forget_endpoints()
+    gc.collect()
+    assert dropped() is None
+
+
+def test_application_in_use_answers_after_others_are_forgotten() -> None:
+    app = tiny_app()
+    forget_endpoints()
+    assert asyncio.iscoroutinefunction(app.router.routes[0].endpoint)  # type: ignore[attr-defined]
+    assert post(app, "/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
