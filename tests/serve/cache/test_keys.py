@@ -23,7 +23,13 @@ from tests.serve.cache.calls import TAG, cached_app, tags
 from tests.support.http_calls import COMPLETIONS
 from tests.support.serve_fakes import client
 
-NOT_CACHED = {"/v1/messages/count_tokens", "/tokenize", "/detokenize", "/reset_prefix_cache", "/v1/cache/warm"}
+NOT_CACHED = {
+    "/v1/messages/count_tokens",
+    "/tokenize",
+    "/detokenize",
+    "/reset_prefix_cache",
+    "/v1/cache/warm",
+}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}
 FUNCTION = {"name": "f", "description": "d", "parameters": SCHEMA}
 ROLES = ("user", "assistant", "user")
