@@ -283,7 +283,7 @@ def serve(
 
 
 def name_and_directory(text: str) -> tuple[str | None, Path]:
-    """The parts of ``NAME=ARTIFACT``; a path that exists has no name, whatever its letters are.
+    """The parts of ``NAME=ARTIFACT``; an existing path has no name, also with an equals sign.
 
     Raises:
         UserError: the name is no name.

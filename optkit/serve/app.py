@@ -62,7 +62,7 @@ def create_app(
     chat: ChatFormat | None = None,
     defaults: SamplingDefaults = OPENAI_DEFAULTS,
 ) -> FastAPI:
-    """The application in front of ``engine``, with its access control: ``make_app`` and ``guard``."""
+    """The application in front of ``engine``, with access control: ``make_app`` and ``guard``."""
     app = make_app(engine, tokenizer, settings, tracing, chat, defaults)
     if settings.demo:
         add_demo(app)
@@ -87,7 +87,7 @@ def make_app(
     Args:
         chat: the forms of tools and reasoning; by default those of the chat template.
         defaults: sampling parameters of requests that leave them out.
-        metrics, requests: those of the server, by default new ones.
+        metrics, requests: of the server, by default new.
     """
     if chat is None and tokenizer.chat_template is not None:
         chat = choose_format(find_traits(tokenizer.chat_template))
@@ -143,7 +143,7 @@ def model_card(
     """A model in ``/v1/models``.
 
     Args:
-        root: the first of its names.
+        root: the first name of the model.
         variant_limits: None while unknown.
     """
     fixed = {"id": name, "object": "model", "created": created, "owned_by": "optkit", "root": root}

@@ -2,7 +2,7 @@
 
 On the first SIGINT or SIGTERM the server is not ready, takes no new connections, and lets requests in flight finish
 (2 s after Ctrl-C, ``shutdown_timeout`` after SIGTERM); the rest is cut, then the engines stop. A second signal cuts at
-once and kills the engines. The exit code is 0 in all of these cases.
+once and kills the engines. The exit code is 0 in each case.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class ServerProcess(ABC):
 
     @abstractmethod
     def kill_engines(self) -> None:
-        """End the engine processes without waiting for their steps."""
+        """End the engine processes in the middle of a step."""
 
     @abstractmethod
     async def stop_engines(self) -> None: ...
 
     def background(self) -> list[Coroutine[Any, Any, None]]:
-        """Work beside the server, cancelled at its end."""
+        """Work beside the server, cancelled at the end."""
         return []
 
     async def run(self) -> int:
@@ -137,7 +137,7 @@ class ServerProcess(ABC):
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """The factory of a faster event loop, where it is installed."""
+    """The factory of a faster event loop, if installed."""
     try:
         import uvloop
     except ImportError:

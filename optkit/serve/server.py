@@ -1,4 +1,4 @@
-"""The server of one artifact: its engine, its application, its options.
+"""The server of an artifact: engine, application, options.
 
 Order of the start: refuse to be exposed without a key, take the port, and only then load. So a port in use costs no
 waiting. The port is bound but does not listen before the engine is ready: until then clients are refused, and no
@@ -119,7 +119,7 @@ def run(
 
 
 def check(options: ServeOptions) -> None:
-    """Raise UserError for options that are wrong whatever is served."""
+    """Raise UserError for wrong options of any server."""
     refuse_exposure(options.host, options.api_keys)
     if options.otlp_traces_endpoint:
         tracing.check(options.otlp_traces_endpoint)
@@ -140,7 +140,7 @@ def serve(
 
 
 class _Server(ServerProcess):
-    """A run of the server of one artifact."""
+    """A run of the server of an artifact."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class _Server(ServerProcess):
 
 
 class AppParts:
-    """The parts of the application of one artifact, by the options of the server."""
+    """The parts of the application of an artifact, by the options of the server."""
 
     def __init__(self, artifact: Artifact, options: ServeOptions) -> None:
         self._artifact, self._options = artifact, options
@@ -219,7 +219,7 @@ class AppParts:
         return tokenizer, chat
 
     def settings(self, info: EngineInfo, names: tuple[str, ...]) -> ServeSettings:
-        """The settings of the application, for an engine and the names of its model."""
+        """The settings of the application, for an engine and the names of the model."""
         options = self._options
         if options.response_cache_bytes:
             check_answers(info.config)

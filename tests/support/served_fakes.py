@@ -26,7 +26,7 @@ class FakeServed:
     """A model whose answers are ``text``.
 
     Attributes:
-        gate: if set, a load waits for it.
+        gate: if set, a load waits for the event.
     """
 
     num_bytes = 6
@@ -66,9 +66,9 @@ class FakeServed:
 
 
 class FakeServer:
-    """A dispatcher in front of ``one`` (alias ``uno``) and ``two``; there is memory for one of both.
+    """A dispatcher in front of two models, with memory for a single model.
 
-    All requests run on one event loop, as in a server.
+    All requests run on the same event loop, as in a server.
     """
 
     def __init__(self, budget: int = 6, load_timeout: float = 30.0, **access: Any) -> None:

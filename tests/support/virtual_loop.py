@@ -1,4 +1,4 @@
-"""An event loop whose time passes at once: where nothing can run, the clock jumps to the next timer."""
+"""An event loop whose time passes at once: with nothing to run, the clock jumps to the next timer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class _Selector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
-    """Waits by moving ``now``; without a timer there is nothing to wait for, so it would hang."""
+    """Waits by moving ``now``; a wait without a timer would never end."""
 
     now = 0.0
 

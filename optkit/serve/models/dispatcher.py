@@ -1,7 +1,7 @@
-"""The application at the port of several models: each request goes to the application of its model.
+"""The application at the port of several models: each request goes to the application of the named model.
 
-The name comes from ``model`` in the body, or in the query of a path without a body; without a name it is the first
-model's, as with one artifact. Access control, the limits of a body and strict JSON come first, so no refused request
+The name is ``model`` in the body, or in the query of a path without a body; without a name the first model answers,
+as with a single artifact. Access control, the limits of a body and strict JSON come first, so no refused request
 loads a model. ``optkit.serve.openapi`` lists the paths. Answers on all models together are made here: the list of
 models, health, metrics.
 """

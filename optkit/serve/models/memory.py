@@ -1,4 +1,4 @@
-"""The memory that an artifact takes while loaded: an estimate before the first load, then the plan of the engine."""
+"""The memory of a loaded artifact: an estimate before the first load, then the plan of the engine."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ GUESSERS = ("ngram", NO_SPECULATION)  # speculative models that are no artifacts
 
 
 def estimated_bytes(artifact: Artifact, options: EngineOptions) -> int:
-    """Bytes that an engine of ``artifact`` will take, from the sizes of its files and the options.
+    """Bytes of an engine of ``artifact``, from the sizes of the files and the options.
 
     Raises:
-        UserError: the KV cache has no size, because it takes what a GPU has left.
+        UserError: the KV cache has no size, because a GPU gives the memory left.
     """
     if options.kv_cache_bytes is None:
         raise UserError(
@@ -38,7 +38,7 @@ def estimated_bytes(artifact: Artifact, options: EngineOptions) -> int:
 
 
 def planned_bytes(info: EngineInfo, estimate: int) -> int:
-    """Bytes that a loaded engine may take: its plan, or the estimate where that is greater."""
+    """Bytes of a loaded engine: the plan, or a greater estimate."""
     plan = info.memory_plan
     known = plan.weight_bytes + plan.workspace_bytes + plan.num_bytes + plan.state_bytes
     return max(estimate, known + OVERHEAD_BYTES)
@@ -55,6 +55,6 @@ def _weight_bytes(artifact: Artifact) -> int:
 
 
 def _guesser_bytes(directory: Path) -> int:
-    """Weights and KV cache of an artifact that guesses tokens."""
+    """Bytes of weights and KV cache of a guessing artifact."""
     artifact = Artifact.open(directory, verify=False)
     return _weight_bytes(artifact) + (engine_options(artifact.recipe).kv_cache_bytes or 0)

@@ -1,4 +1,4 @@
-"""Metrics of several models: loads, unloads and waits of each, and the metrics of all on one page.
+"""Metrics of several models: loads, unloads and waits of each, and the metrics of all on a page.
 
 The ``engine`` label counts the models of the server from 0, so series without ``model_name`` stay apart.
 """

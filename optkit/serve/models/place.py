@@ -1,4 +1,4 @@
-"""A model of the pool and its state: requests, waits, loads."""
+"""A model of the pool with state: requests, waits, loads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Model(Protocol):
-    """A model that a pool loads and unloads.
+    """A model in a pool.
 
     Attributes:
         name: for the log.
@@ -24,7 +24,7 @@ class Model(Protocol):
     def num_bytes(self) -> int: ...
 
     async def load(self) -> None:
-        """Load the model; a load that fails or is cancelled leaves nothing behind."""
+        """Load the model; a failed or cancelled load leaves nothing behind."""
         ...
 
     async def unload(self) -> None: ...
@@ -48,7 +48,7 @@ M = TypeVar("M", bound=Model)
 
 @dataclass(eq=False)
 class Place(Generic[M]):
-    """The state of one model in the pool."""
+    """The state of a model in the pool."""
 
     model: M
     num_bytes: int
@@ -79,7 +79,7 @@ def total(places: Iterable[Place[M]]) -> int:
 
 
 def enough(places: Sequence[Place[M]], num_bytes: int) -> list[Place[M]]:
-    """The first of ``places`` with ``num_bytes`` together, without those that are not needed for it."""
+    """The first of ``places`` with ``num_bytes`` together, without superfluous places."""
     chosen: list[Place[M]] = []
     for place in places:
         if total(chosen) < num_bytes:

@@ -1,18 +1,18 @@
-"""The models of a server that share memory: loaded for the first request, unloaded when idle or for others.
+"""The models of a server with shared memory: loaded for the first request, unloaded when idle or for other models.
 
 Rules:
 
-* The memory of all models that are loading, loaded or unloading stays within the budget.
+* The memory of all models in the states loading, loaded and unloading stays within the budget.
 * A model with requests is never unloaded.
-* The first request loads its model; requests that come during the load wait for it.
-* A model without room waits in a queue. The idle models used longest ago make room, if that is enough.
-* If it is not enough, the model waits until others are idle. Meanwhile models behind it in the queue may take free
-  memory. After ``patience`` seconds they may not, and new requests of the busy models used longest ago wait in the
-  queue, too: so these models become idle, and no model waits forever beside a busy one.
-* A request waits at most ``load_timeout`` seconds, then it is refused.
-* A model whose load failed is refused for ``retry_seconds``, then the next request tries again.
+* The first request loads the model; requests during the load wait for the same load.
+* A model without room waits in a queue. The idle models with the oldest use make room, if enough.
+* If not, the model waits until other models are idle. Meanwhile models behind in the queue may take free memory.
+  After ``patience`` seconds the free memory is kept, and new requests of the busy models with the oldest use wait in
+  the queue, too: so busy models become idle, and no model waits forever.
+* A request waits at most ``load_timeout`` seconds, then the answer is an error.
+* A model with a failed load is refused for ``retry_seconds``, then the next request tries again.
 
-Everything runs on one event loop, and every time is the loop's.
+Everything runs on a single event loop, and every time is the loop's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ IDLE, MEMORY, LOST = "idle", "memory", "lost"  # reasons of an unload
 
 
 class Observer(Protocol):
-    """Gets the events of a pool."""
+    """Receiver of the events of a pool."""
 
     def loaded(self, name: str, seconds: float) -> None: ...
 
@@ -47,7 +47,7 @@ class Observer(Protocol):
     def unloaded(self, name: str, reason: str) -> None: ...
 
     def waited(self, name: str, seconds: float) -> None:
-        """A request waited for its model, and got it."""
+        """A request waited for the model, and has the model now."""
         ...
 
 
@@ -58,9 +58,9 @@ class PoolLimits:
     Attributes:
         budget_bytes: memory of all models together.
         idle_timeout: seconds without requests after which a model is unloaded; 0: never.
-        load_timeout: longest wait of a request for its model, in seconds.
-        max_waiting: requests that may wait for a model; further ones get 429.
-        patience: seconds that a model waits for memory before requests of busy models are held back.
+        load_timeout: longest wait of a request for the model, in seconds.
+        max_waiting: bound on the requests waiting for a model; further requests get 429.
+        patience: wait of a model for memory, in seconds, before requests of busy models are held back.
         retry_seconds: time between a failed load and the next try.
     """
 
@@ -92,7 +92,7 @@ class ModelPool(Generic[M]):
 
     @property
     def reserved_bytes(self) -> int:
-        """Memory of the models that are not unloaded."""
+        """Memory of all models but the unloaded."""
         return total(place for place in self._places.values() if place.state is not State.UNLOADED)
 
     def state(self, name: str) -> State:
@@ -104,7 +104,7 @@ class ModelPool(Generic[M]):
 
     @asynccontextmanager
     async def use(self, name: str) -> AsyncIterator[M]:
-        """The loaded model; it stays loaded until the body ends.
+        """The loaded model, kept loaded until the body ends.
 
         Raises:
             ApiError: 429 too many requests wait; 503 no memory in time, a slow or failed load, or the server ends.
@@ -139,7 +139,7 @@ class ModelPool(Generic[M]):
     # -- requests ----------------------------------------------------------------------------------------
 
     async def _enter(self, place: Place[M]) -> None:
-        """Count a request of the model; wait until it is loaded."""
+        """Count a request of the model, after the load."""
         if self._is_closed:
             raise shutting_down()
         if place.takes_requests:
@@ -164,7 +164,7 @@ class ModelPool(Generic[M]):
         self._observer.waited(place.model.name, asyncio.get_running_loop().time() - start)
 
     async def _wait(self, place: Place[M], turn: asyncio.Future[None]) -> None:
-        """Wait for ``turn``, or take it back."""
+        """Wait for ``turn``; a cancelled wait leaves nothing behind."""
         try:
             await turn
         except asyncio.CancelledError:
@@ -197,7 +197,7 @@ class ModelPool(Generic[M]):
             place.timer = loop.call_later(self.limits.idle_timeout, self._unload, place, IDLE)
 
     def _grant(self, place: Place[M]) -> None:
-        """Give the model to all requests that wait for it."""
+        """Give the model to all waiting requests."""
         for turn in place.turns:
             if not turn.done():
                 self._begin(place)
@@ -234,7 +234,7 @@ class ModelPool(Generic[M]):
             self._grant(place)
 
     def _load_what_fits(self) -> None:
-        """Load models of the queue into free memory: the first one, and until its patience ends any other."""
+        """Load models of the queue into free memory: the first, and while the first has patience any other."""
         for place in list(self._queue):
             free = self.limits.budget_bytes - self.reserved_bytes
             if place.state is State.UNLOADED and place.num_bytes <= free:
@@ -247,7 +247,7 @@ class ModelPool(Generic[M]):
         return place.queued + self.limits.patience - asyncio.get_running_loop().time()
 
     def _make_room(self, first: Place[M]) -> None:
-        """Unload idle models for ``first``; if they do not suffice in time, hold back requests of busy ones."""
+        """Unload idle models for ``first``; if not enough in time, hold back requests of busy models."""
         coming = total(place for place in self._places.values() if place.state is State.UNLOADING)
         short = first.num_bytes - (self.limits.budget_bytes - self.reserved_bytes) - coming
         if first.state is not State.UNLOADED or short <= 0:
@@ -281,7 +281,7 @@ class ModelPool(Generic[M]):
     # -- loads and unloads -------------------------------------------------------------------------------
 
     def _need(self, model: M) -> int:
-        """The memory to reserve: a model found to need more than the budget is loaded alone."""
+        """The memory to reserve, in bytes: a model beyond the budget is loaded alone."""
         return min(model.num_bytes, self.limits.budget_bytes)
 
     def _load(self, place: Place[M]) -> None:
@@ -313,7 +313,7 @@ class ModelPool(Generic[M]):
         self._advance()
 
     async def _watch(self, place: Place[M]) -> None:
-        """Have a lost model unloaded once its requests have ended, which get errors."""
+        """Have a lost model unloaded after the end of the requests, which get errors."""
         await place.model.wait_lost()
         if place.state is State.LOADED:
             log.error("the model %s is lost; the next request loads it again", place.model.name)

@@ -1,6 +1,6 @@
-"""One artifact of a server of several: an engine process and an application, present while loaded.
+"""An artifact of a server of several: an engine process and an application, present while loaded.
 
-Counters live as long as the server, so a scrape after an unload still has them.
+Counters live as long as the server, so a scrape after an unload has the last values.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger("optkit.serve")
 
 
 def forget_endpoints() -> None:
-    """Empty FastAPI's caches: they hold up to 4,096 endpoints, and with each its application and tokenizer."""
+    """Empty FastAPI's caches of up to 4,096 endpoints, each with application and tokenizer."""
     for value in vars(fastapi.dependencies.models).values():
         if hasattr(value, "cache_clear"):
             value.cache_clear()
@@ -72,7 +72,7 @@ class ServedModel:
 
     Args:
         index: of the model in the server, for the label of its metrics.
-        requests: those in flight in the whole server.
+        requests: in flight in the whole server.
 
     Attributes:
         app: the application of the loaded model, without access control.
@@ -125,7 +125,7 @@ class ServedModel:
 
     @property
     def is_healthy(self) -> bool:
-        """The model answers: its engine runs, or is loaded for the next request."""
+        """The model answers: the engine runs, or is loaded for the next request."""
         return self._engine is None or self._engine.is_healthy
 
     async def load(self) -> None:
@@ -181,7 +181,7 @@ class ServedModel:
             self._engine.restarts = False
 
     def kill(self) -> None:
-        """End the engine process without waiting for its step; ``unload`` follows."""
+        """End the engine process without waiting for the step; ``unload`` follows."""
         if self._engine:
             self._engine.kill()
 

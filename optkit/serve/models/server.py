@@ -1,4 +1,4 @@
-"""The process of a server of several artifacts. The port listens at once; models are loaded for their requests."""
+"""The process of a server of several artifacts. The port listens at once; requests load the models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class NamedArtifact:
     """An artifact on the command line.
 
     Attributes:
-        name: in requests; None: that of the artifact.
+        name: in requests; None: the name in the artifact.
     """
 
     directory: Path
@@ -62,7 +62,7 @@ def run_models(
     """Serve ``artifacts`` behind one port until a signal; returns the exit code.
 
     Raises:
-        UserError: as ``optkit.serve.server.run``, names that are not unique, or a model beyond the memory budget.
+        UserError: as ``optkit.serve.server.run``, equal names, or a model beyond the memory budget.
     """
     check(options)
     requests = RequestsInFlight()
@@ -82,7 +82,7 @@ def run_models(
 def open_models(
     artifacts: Sequence[NamedArtifact], options: ServeOptions, requests: RequestsInFlight
 ) -> list[ServedModel]:
-    """The models, not loaded, under names of their own."""
+    """The models, not loaded, under different names."""
     aliases = options.served_model_names
     if aliases and len(artifacts) > 1:
         raise UserError(
@@ -116,7 +116,7 @@ def budget_of(models: Sequence[ServedModel], memory: PoolOptions) -> int:
 
 
 def check_budget(models: Sequence[ServedModel], budget: int, given: bool) -> None:
-    """Raise UserError for a model that could never be loaded."""
+    """Raise UserError for a model beyond the budget."""
     for model in models:
         if model.num_bytes > budget:
             source = "the budget is" if given else "0.8 of the available memory is"
