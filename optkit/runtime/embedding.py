@@ -7,7 +7,7 @@ the whole text, and the state of the first token nothing else.
 
 Messages of texts wait in a queue, first come, first served. A step takes texts from the front, of one message or
 several, up to a number of tokens that the engine sets anew for each step: small while requests generate. A text above
-the number takes several steps, alone. An exception in the model fails a message only if the message fails by itself.
+the number takes several steps, alone. An exception in the model fails a message only if the message also fails alone.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class Embedder:
             message.error = message.error or EMBEDDING_FAILED
 
     def _fail(self) -> None:
-        """After an exception: the texts of the group start over one by one; a text by itself fails its message."""
+        """After an exception: the texts of the group start over, each alone; a text alone fails the message."""
         group, self._group = self._group, []
         if len(group) > 1:
             for text in group:

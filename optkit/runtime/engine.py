@@ -65,7 +65,7 @@ class RequestFailed(RuntimeError):
 
 
 class Engine:
-    """Serve requests on one runner, one ``step`` at a time.
+    """Serve requests on a runner, in steps (``step``).
 
     Attributes:
         departed: returns the ids of requests without a client, which ``abort`` will end after the step; called

@@ -15,10 +15,10 @@ HEADS = (reference.linear, *ops.QUANTIZED_LINEARS)
 
 
 def hidden_graph(graph: Graph) -> Graph:
-    """``graph`` with the input of its output head as output: [L, hidden size], rows by ``logits_index``.
+    """``graph`` with the input of the output head as output: [L, hidden size], rows by ``logits_index``.
 
     Raises:
-        UserError: the graph ends with something else than a linear layer and ops on its result.
+        UserError: the graph ends with something else than a linear layer and ops on the result.
     """
     hidden = graph.clone()
     hidden.annotations.pop(PLAN, None)  # compiled layers may hold parts of the head

@@ -1,4 +1,4 @@
-"""Overlap scheduling: the next step is planned and queued while the device computes the last one.
+"""Overlap scheduling: the next step is planned and queued while the device computes the step before.
 
 A GPU that waits for the host between steps is idle while the host schedules, samples and copies. So tokens are
 sampled on the device and fed into the next step there. The host runs one step behind: the host plans step n + 1 with
@@ -14,7 +14,7 @@ block writes later in the same stream. The end of a request by length is known i
 Requests in need of tokens or logits on the host (penalties, bias, constraints, logprobs, guesses) force a synchronous
 step, as in ``Engine``, which delays every request in the batch.
 
-A request can fail only by itself, as in ``Engine``. A batch without a launch runs synchronously. If the results of a
+A request fails only alone, as in ``Engine``. A batch without a launch runs synchronously. If the results of a
 queued step cannot be read, the step and the next queued step are retracted, and the batch runs synchronously. KV
 enters the prefix cache when the writing step is complete. A fault of the device ends the engine.
 """

@@ -50,7 +50,7 @@ class ConstraintFailed(ValueError):
 
 
 class Constraint(msgspec.Struct, frozen=True):
-    """The texts that an answer may be; at each step only the tokens that continue one of the texts are allowed.
+    """A set of allowed answers; each step allows only tokens that continue an allowed answer.
 
     Attributes:
         value: a JSON Schema as JSON text, a regular expression for the whole answer, a JSON list of strings, or a
