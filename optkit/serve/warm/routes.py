@@ -45,7 +45,7 @@ def add_warm_routes(app: FastAPI, state: AppState) -> None:
 
 
 async def _answer(service: WarmService, http: Request, request: WarmRequest, arrival: float) -> Response:
-    """The answer; a client that leaves ends the work."""
+    """The answer; a client's disconnect ends the work."""
     work = asyncio.create_task(_limited(service, http, request, arrival))
     watch = asyncio.create_task(disconnected(http.receive))
     try:
