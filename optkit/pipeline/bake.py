@@ -12,6 +12,7 @@ on standard output.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -56,12 +57,13 @@ def check_prompts(resolved: Sequence[Resolved], directory: Path) -> None:
         UserError: a file is missing or is no prompt, there are too many, or the chat template refuses one.
     """
     from optkit.artifact.prefix import MAX_PROMPTS
+    from optkit.passes.resolve import Alternatives
     from optkit.text.tokenizer import Tokenizer
 
     files: list[str] = []
     for item in resolved:
-        candidates = getattr(item, "candidates", None)
-        for entry in [item] if candidates is None else [one for found in candidates for one in found]:
+        entries = itertools.chain(*item.candidates) if isinstance(item, Alternatives) else (item,)
+        for entry in entries:
             files += entry.config.prompts if entry.pass_class.name == PASS else ()
     prompts = read_prompts(list(dict.fromkeys(files)))
     if len(prompts) >= MAX_PROMPTS:

@@ -22,18 +22,18 @@ def endings(text: str) -> list[str]:
     return [text + more for more in CONTINUATIONS] + [start + more for more in CONTINUATIONS[:3] if start]
 
 
-def stable_prefix(sequences: Sequence[Sequence[int]]) -> list[int]:
+def stable_prefix(sequences: Sequence[list[int]]) -> list[int]:
     """The stable tokens of ``endings``: the common beginning, without the last token, which may merge."""
     return common_prefix(sequences)[:-1]
 
 
-def common_prefix(sequences: Sequence[Sequence[int]]) -> list[int]:
+def common_prefix(sequences: Sequence[list[int]]) -> list[int]:
     """The longest common beginning of ``sequences``, of which there is at least one."""
     shortest, longest = min(sequences), max(sequences)  # all others lie between these two
     for place, (first, last) in enumerate(zip(shortest, longest, strict=False)):
         if first != last:
-            return list(shortest[:place])
-    return list(shortest[: min(len(shortest), len(longest))])
+            return shortest[:place]
+    return shortest[: min(len(shortest), len(longest))]
 
 
 def whole_blocks(ids: Sequence[int], block_size: int) -> list[int]:
