@@ -1,1 +1,1 @@
-"""Time to first token with the prompt computed before: baked into the artifact, or while it is typed."""
+"""Time to first token with a prompt computed before: baked into the artifact, or while typed."""

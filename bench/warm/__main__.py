@@ -1,11 +1,11 @@
-"""Time to first token with the prompt computed before: baked into the artifact, or while it is typed.
+"""Time to first token with a prompt computed before: baked into the artifact, or while typed.
 
     python -m bench.warm artifact/                    # any artifact with a chat template; about half an hour
-    python -m bench.warm artifact/ --quick            # short prompts and few rounds: does it work?
+    python -m bench.warm artifact/ --quick            # a smoke test: short prompts, few rounds
     python -m bench.warm artifact/ --baked baked/ --prompt system.txt    # an artifact made with bake_prefix
 
-``baked``: a prompt is baked into a copy of the artifact by the step of ``optkit optimize`` that bakes prompts, unless
-``--baked`` names an artifact with it. Servers of both are started in turn; the first request after the start is the
+``baked``: a prompt is baked into a copy of the artifact by the last step of ``optkit optimize``, unless ``--baked``
+names an artifact with the prompt. Servers of both are started in turn; the first request after the start is the
 system prompt and a question. Compared are the time to first token, the bytes of the answer, the time from start to
 ready, and the bytes of the artifacts. ``typing``: a message is sent to ``/v1/cache/warm`` word by word at the pace of a
 writer, then sent as a request, while other clients stream answers; the same message without the calls before is the

@@ -1,4 +1,4 @@
-"""The first request after a cold start, with the KV of its system prompt in the artifact and without."""
+"""The first request after a cold start, with the KV of the system prompt in the artifact and without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A streaming chat client that takes the time of every token."""
+"""A streaming chat client with the time of every token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A message that is computed while it is typed, beside clients that stream answers; and the same message at once."""
+"""A message computed while typed, beside clients with streamed answers; and the same message at once."""
 
 from __future__ import annotations
 

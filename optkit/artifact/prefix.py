@@ -1,4 +1,4 @@
-"""Baked prefixes of an artifact: KV blocks of known prompts, and the facts that decide whether they fit (data).
+"""Baked prefixes of an artifact: KV blocks of known prompts, and the facts for and against their use (data).
 
 ``optkit/prefix.json`` has the facts, ``optkit/prefix.safetensors`` the blocks. Prompts that begin alike share blocks,
 so the blocks form a tree: node i has the tokens of a block and a parent of a smaller number, or -1.
@@ -13,8 +13,8 @@ tensor      shape, dtype                  content
 ==========  ============================  ======================================================
 
 All numbers are checked before a block reaches native code, which indexes by block numbers of the engine alone. KV bytes
-are values: wrong ones give wrong answers and no wild access. The KV is used only with equal facts: the weights (a
-digest), the layout of the KV cache, and the versions that computed it; else one line says what differs.
+are values: wrong bytes give wrong answers and no wild access. The KV is used only with equal facts: the weights (a
+digest), the layout of the KV cache, and the versions of the runtime; else a line in the log names the difference.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prompts in files: a system prompt as text, or the messages that begin a conversation as JSON; and their tokens."""
+"""Prompts in files: a system prompt as text, or the first messages of a conversation as JSON; and the tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NEXT_TURNS = ("a", "1")
 
 
 class KnownPrompt(NamedTuple):
-    """A prompt: ``messages`` of a conversation, or none for the beginning that the chat template gives each."""
+    """A prompt: ``messages`` of a conversation, or none for the chat template's own beginning."""
 
     name: str
     messages: Sequence[dict[str, str]]
@@ -72,7 +72,7 @@ def is_message(data: Any) -> bool:
 
 
 def prefix_ids(tokenizer: Tokenizer, prompt: KnownPrompt) -> list[int]:
-    """Token ids that begin every request which goes on from ``prompt``.
+    """Token ids at the beginning of every request after ``prompt``.
 
     Without a chat template the texts of the messages begin a completion.
 

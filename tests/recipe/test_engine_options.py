@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[2] / "optkit"
 SOURCES = [
     path for name in ("cli", "recipe", "runtime", "serve") for path in sorted((ROOT / name).rglob("*.py"))
 ]
+SHARES = ("gpu_memory_utilization", "pinned_cache_share")
 IN_RECIPES = [name for name in NAMES if fact(name, "recipe")]
 
 
@@ -70,7 +71,7 @@ def test_each_option_is_declared_by_one_class() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_an_option_has_a_help_text_a_group_and_a_unit_where_it_counts_something(name: str) -> None:
     assert facts(name).description and fact(name, "group")
-    counts = value_type(name) in (int, float) and name != "gpu_memory_utilization"
+    counts = value_type(name) in (int, float) and name not in SHARES
     assert bool(fact(name, "unit")) == counts
     for suffix, unit in (("_ms", "milliseconds"), ("_bytes", "bytes"), ("_timeout", "seconds")):
         assert name.endswith(suffix) == (fact(name, "unit") == unit)
@@ -81,7 +82,7 @@ def test_the_flags_of_serve_are_the_options_that_have_one() -> None:
     own |= {"host", "port", "served_model_name", "api_key_file", "max_queue"}
     own |= {"request_timeout", "log_format", "otlp_traces_endpoint", "shutdown_timeout", "chat_template"}
     own |= {"allowed_origins", "root_path", "ssl_certfile", "ssl_keyfile", "generation_config"}
-    own |= {"tool_call_parser", "reasoning_parser", "response_cache"}
+    own |= {"tool_call_parser", "reasoning_parser", "response_cache", "demo"}
     parameters = inspect.signature(serve.serve).parameters
     assert set(parameters) - own == {name for name in NAMES if fact(name, "flag")}
     text = Path(inspect.getsourcefile(serve) or "").read_text()

@@ -14,7 +14,7 @@ from tests.support.serve_fakes import post, tiny_app
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "http-api.md").read_text()
 FIELDS = dict(re.findall(r"^\| `(\w+)` \| (yes|no|chat|completions|harmless) \|", PAGE, re.MULTILINE))
-ENDPOINTS = re.findall(r"^\| `(GET|POST) (\S+)` \|", PAGE, re.MULTILINE)
+ENDPOINTS = re.findall(r"^\| `(GET|POST|DELETE) (\S+)` \|", PAGE, re.MULTILINE)
 MODELS = {"chat": ChatRequest, "completions": CompletionRequest}
 
 

@@ -1,15 +1,15 @@
 """Requests that compute KV and generate nothing: their share of the steps, and the room for their pins.
 
-A request without an answer ranks after every request with one, and takes what is left:
+A request without an answer ranks after every request with an answer, and takes what is left:
 
-- While no other request is in the step, chunks of up to ``ALONE_TOKENS`` tokens. A request that arrives meanwhile
-  waits for such a chunk and no longer.
-- Beside decodes, chunks of up to ``BESIDE_TOKENS`` tokens in one step of ``REST_STEPS + 1``. So fewer than 5 % of the
-  tokens of other streams come later for it, and the 95th percentile of the time between them stays.
+- While no other request is in the step, chunks of up to ``ALONE_TOKENS`` tokens. A new request waits for the rest of
+  such a chunk and no longer.
+- Beside decodes, chunks of up to ``BESIDE_TOKENS`` tokens in every ``REST_STEPS + 1``-th step. So fewer than 5 % of the
+  tokens of other streams come later, and the 95th percentile of the time between tokens stays.
 - Nothing in a step with a part of another prompt.
 
-It yields its place and its blocks to any request with an answer. The KV of finished chunks stays in the prefix cache,
-so no work is lost by that, or by an abort.
+Place and blocks go to any request with an answer. The KV of finished chunks stays in the prefix cache, so neither
+a preemption nor an abort loses work.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The page at ``/demo`` (``optkit serve --demo``): typing ahead in a browser, with the measured first token.
 
-The page is one file without requests to other places: the client ``typing-ahead.js`` is written into it. A content
+The page is a single file without requests to other places: the client ``typing-ahead.js`` is a part. A content
 security policy allows the page's own script and style, by hash, and connections to the server alone.
 """
 
@@ -19,7 +19,7 @@ MARK = "/* typing-ahead.js */\n"
 
 
 def page() -> str:
-    """The page with the client in it."""
+    """The page, the client included."""
     folder = files(__name__)
     html = (folder / "demo.html").read_text("utf-8")
     return html.replace(MARK, (folder / "typing-ahead.js").read_text("utf-8"))

@@ -1,1 +1,1 @@
-"""Prefixes computed before they are asked for: ``/v1/cache/warm`` (docs/http-api.md)."""
+"""Prefixes computed before the first request: ``/v1/cache/warm`` (docs/http-api.md)."""

@@ -1,6 +1,6 @@
-"""The tokens of a warm call that stay the same in the requests to come.
+"""The stable tokens of a warm call: equal in all requests to come.
 
-- A conversation that ends with a turn of the user or of a tool is taken as it is: the same messages follow in a
+- A conversation with a turn of the user or of a tool at the end is taken whole: the same messages follow in a
   request, generation prompt included.
 - After a system message or an answer another turn follows, whose text is not known.
 - A text, and the last message of a ``session``, may grow.
@@ -21,10 +21,10 @@ COMPLETE_ROLES = ("user", "tool")
 
 
 async def stable_ids(prompts: PromptReader, request: WarmRequest) -> list[int]:
-    """Token ids that begin every prompt which goes on from ``request``.
+    """Token ids at the beginning of every prompt after ``request``.
 
     Raises:
-        ApiError: 400, a wrong prompt, or one too long for the context.
+        ApiError: 400, a wrong prompt, or a prompt too long for the context.
     """
     if isinstance(request, WarmChat):
         found = await _chat_ids(prompts, request)

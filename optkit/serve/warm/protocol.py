@@ -18,7 +18,7 @@ Ids = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT)]], Field(min_length=
 
 
 class WarmText(BaseModel):
-    """A text or token ids to compute before a request begins with them."""
+    """A text or token ids to compute before the first request."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -32,7 +32,7 @@ class WarmText(BaseModel):
 
 
 class WarmChat(ChatRequest):
-    """Messages and tools to compute before a request begins with them; fields for sampling have no meaning."""
+    """Messages and tools to compute before the first request; fields for sampling have no meaning."""
 
     pin: bool = False
     id: Label | None = None

@@ -22,8 +22,13 @@ def add_warm_routes(app: FastAPI, state: AppState) -> None:
     """Add the routes to ``app``."""
     service = WarmService(state)
 
-    @app.post(PATH)
+    @app.api_route(
+        PATH, methods=["GET", "HEAD", "POST"]
+    )  # one route: a 405 names the methods of the first that fits
     async def warm(http: Request) -> Response:
+        if http.method != "POST":
+            state.check_engine()
+            return JSONResponse(await service.listing(http.state.tenant))
         arrival = time.monotonic()
         if app.state.draining:
             raise shutting_down()
@@ -32,11 +37,6 @@ def add_warm_routes(app: FastAPI, state: AppState) -> None:
         service.check(request)
         return await _answer(service, http, request, arrival)
 
-    @app.get(PATH)
-    async def pinned(http: Request) -> Response:
-        state.check_engine()
-        return JSONResponse(await service.listing(http.state.tenant))
-
     @app.delete(f"{PATH}/{{name}}")
     async def drop(http: Request, name: str) -> Response:
         state.check_engine()
@@ -44,7 +44,7 @@ def add_warm_routes(app: FastAPI, state: AppState) -> None:
 
 
 async def _answer(service: WarmService, http: Request, request: WarmRequest, arrival: float) -> Response:
-    """The answer; a client that leaves ends the work."""
+    """The answer; a client's disconnect ends the work."""
     body = await until_disconnect(_limited(service, http, request, arrival), http.receive)
     return Response(status_code=499) if body is None else JSONResponse(body)  # 499: nobody reads it
 

@@ -1,12 +1,12 @@
 """Warm calls: the engine computes the KV of a prompt at low priority and generates nothing.
 
-A *pin* keeps the KV until it is dropped; without a pin the KV is cached like that of a finished request. A *session* is
-a prompt that grows: a call takes the place of the session's call before, which ends at once, and the KV so far is
-leased for ``SESSION_SECONDS``. Names of pins belong to the tenant, so a tenant sees and drops its own; salts are not
-shown, since a salt is a secret among the users of a key.
+A *pin* keeps the KV until the pin is dropped; without a pin the KV is cached as after a finished request. A *session*
+is a growing prompt: a call takes the place of the session's call before, which ends at once, and the KV so far is
+leased for ``SESSION_SECONDS``. Names of pins belong to the tenant, and other tenants neither see nor drop the pins.
+Salts are not shown, since a salt is a secret among the users of a key.
 
-Calls hold at most a quarter of the server's places, and prompts are tokenized one call after another: however many
-clients type, requests are admitted and tokenized as without them.
+Calls hold at most a quarter of the server's places, and prompts are tokenized call after call: however many clients
+type, requests are admitted and tokenized as without warm calls.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SessionName(NamedTuple):
 
 @dataclass
 class WarmService:
-    """Warm calls, and the listing of pins. Use it from a single event loop."""
+    """Warm calls, and the listing of pins; for a single event loop."""
 
     state: AppState
     _calls: dict[SessionName, asyncio.Event] = field(default_factory=dict)  # set: a later call took the place
@@ -60,7 +60,7 @@ class WarmService:
         self._tokenizing = asyncio.Semaphore(1)
 
     def check(self, request: WarmRequest) -> None:
-        """Refuse a call that this server can't serve.
+        """Refuse a call beyond the server's options.
 
         Raises:
             ApiError: 400, 404 unknown model, 503 the engine is gone.
@@ -154,11 +154,11 @@ class WarmService:
         return request.id or f"pin-{self._hash(salt.encode() + struct.pack(f'<{len(ids)}I', *ids))[:16]}"
 
     def _hash(self, data: bytes) -> str:
-        """Hexadecimal digits that tell nothing about ``data``."""
+        """Hexadecimal digits of a keyed hash of ``data``."""
         return hashlib.blake2s(data, key=self._key).hexdigest()
 
     async def listing(self, tenant: str) -> dict[str, Any]:
-        """The pins that ``tenant`` may see."""
+        """The pins visible to ``tenant``."""
         pins = await self._pins()
         mine = [entry(pin, tenant) for pin in pins if is_visible(pin, tenant)]
         limits = self.state.settings.limits
@@ -168,7 +168,7 @@ class WarmService:
         """End the pin ``name`` of ``tenant``.
 
         Raises:
-            ApiError: 404 no such pin, 409 the pin is part of the artifact.
+            ApiError: 404 an unknown name, 409 the pin is part of the artifact.
         """
         if name.startswith(f"{BAKED}:"):
             message = "this prefix is part of the artifact; --pinned-cache-share 0 serves without it"
