@@ -242,7 +242,7 @@ def graph_lines(artifact: Artifact, tokens: int) -> Iterator[str]:
 def show_artifact(artifact: Artifact, run: RunRecord) -> None:
     """Print all tables and lines of ``optkit inspect``."""
     from optkit.pipeline.expert_coverage import summary
-    from optkit.pipeline.explain import misses_sentence
+    from optkit.pipeline.explain import disturbed_sentence, misses_sentence
     from optkit.pipeline.report import (
         alternatives_table,
         compiled_table,
@@ -273,8 +273,9 @@ def show_artifact(artifact: Artifact, run: RunRecord) -> None:
     for record in records_of(run):
         if line := summary(record.stats):
             show(f"{record.name}: {line}")
-    if predictions := misses_sentence(records_of(run)):
-        show(predictions)
+    for sentence in (misses_sentence, disturbed_sentence):
+        if line := sentence(records_of(run)):
+            show(line)
     show_table(bounds_table(list(bounds(artifact, run))))
     show_table(files_table(manifest["files"]))
 

@@ -15,6 +15,8 @@ FAR = (
     0.2  # of the measured speedup: a prediction further off is a miss of the cost model, which users are told
 )
 
+SPREAD = 1.5  # third over first quartile of the times of a step: above, the machine was busy with other work
+
 
 def explain(record: PassRecord, target: Mapping[str, Any]) -> str:
     """``kept: KL 0.003, ...; decode@513 is memory bound: predicted 1.90x, measured 1.80x; ...``"""
@@ -32,6 +34,26 @@ def speed_sentences(record: PassRecord, target: Mapping[str, Any]) -> Iterator[s
         predicted, measured = record.predicted_speedup(label), record.speedup(label)
         less = ", less than predicted" if measured < predicted and is_missed(record, label) else ""
         yield f"{subject}: predicted {predicted:.2f}x, measured {measured:.2f}x{less}"
+
+
+def disturbed(records: Sequence[PassRecord]) -> list[str]:
+    """``int8, prefill 512: 1.30 to 3.03 s`` for each step whose times on a side differ too much between rounds."""
+    return [
+        f"{record.name}, {label}: {times['q1']:.3g} to {times['q3']:.3g} s"
+        for record in records
+        for label, sides in record.measured.items()
+        for times in sides
+        if times["q3"] > SPREAD * times["q1"]
+    ]
+
+
+def disturbed_sentence(records: Sequence[PassRecord]) -> str:
+    """A line about the measurements of ``records`` beside other work; empty without any."""
+    found = disturbed(records)
+    if not found:
+        return ""
+    advice = "optkit bench measures again"
+    return f"other work disturbed {len(found)} measurements, quartiles of the rounds: {'; '.join(found)}; {advice}"
 
 
 def is_missed(record: PassRecord, label: str) -> bool:

@@ -16,7 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from optkit.pipeline import expert_coverage
-from optkit.pipeline.explain import explain, misses_sentence, objective_sentence, speed_sentences
+from optkit.pipeline.explain import (
+    disturbed_sentence,
+    explain,
+    misses_sentence,
+    objective_sentence,
+    speed_sentences,
+)
 from optkit.pipeline.records import PassRecord, RunRecord
 
 STYLE = """
@@ -47,6 +53,7 @@ def report_html(report: Mapping[str, Any]) -> str:
     """
     passes = [PassRecord.from_dict(data) for data in report["passes"]]
     whole = PassRecord.from_dict(report["whole"]) if report["whole"] else None
+    measured = [*passes, *([whole] if whole else [])]
     title = f"{report['model']} by {report['recipe']}"
     target = report["target"]
     body = [
@@ -58,13 +65,20 @@ def report_html(report: Mapping[str, Any]) -> str:
         html_table(("pass", "decision", "reason", "sites", "weights"), map(overview_row, passes)),
         element("p", NOTE, "note"),
         *text_note(report.get("evaluation")),
-        element("p", predictions_line([*passes, *([whole] if whole else [])]), "note"),
+        element("p", predictions_line(measured), "note"),
+        *disturbed_note(measured),
     ]
     for label, records in report.get("alternatives", {}).items():
         body += alternatives_section(label, [PassRecord.from_dict(data) for data in records])
     for record in passes:
         body += pass_section(record, target)
     return page(title, body)
+
+
+def disturbed_note(records: Sequence[PassRecord]) -> list[str]:
+    """The paragraph on measurements beside other work; none for a quiet machine."""
+    sentence = disturbed_sentence(records)
+    return [element("p", f"{sentence[0].upper()}{sentence[1:]}.", "note")] if sentence else []
 
 
 def text_note(text: Mapping[str, str] | None) -> list[str]:
@@ -321,5 +335,5 @@ def summary_lines(run: RunRecord, target: Mapping[str, Any] | None = None) -> li
         if run.whole.objective:
             lines.append(objective_sentence(run.whole))
     lines += [f"{record.name} {explain(record, target or {})}" for record in run.passes]
-    predictions = misses_sentence(records_of(run))
-    return [*lines, predictions] if predictions else lines
+    records = records_of(run)
+    return lines + [line for line in (misses_sentence(records), disturbed_sentence(records)) if line]

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from optkit.pipeline.explain import bound_by, explain, misses, misses_sentence, objective_sentence
+from optkit.pipeline.explain import (
+    bound_by,
+    disturbed_sentence,
+    explain,
+    misses,
+    misses_sentence,
+    objective_sentence,
+)
 from tests.support.sample_artifact import int8_record, timing
 
 BANDWIDTH = {"memory_bandwidth": 1_000.0}
@@ -55,6 +62,17 @@ def test_objective_sentence_has_the_ratio_and_its_interval(worse: bool, subject:
     change = {"name": "ttft", "ratio": 0.518, "low": 0.5, "high": 0.54, "worse": worse}
     sentence = objective_sentence(int8_record(objective=change))
     assert sentence == f"{subject} 0.52x of before, 95 % interval 0.50 to 0.54"
+
+
+def test_measurements_beside_other_work_are_listed() -> None:
+    quiet, busy = timing(0.2), {"median": 2.4, "q1": 1.3, "q3": 3.03}
+    assert disturbed_sentence([int8_record(measured={"prefill 128": [quiet, quiet]})]) == ""
+    found = int8_record(measured={"prefill 128": [busy, quiet], "prefill 512": [quiet, quiet]})
+    sentence = disturbed_sentence([found])
+    assert sentence.startswith(
+        "other work disturbed 1 measurements, quartiles of the rounds: int8, prefill 128: 1.3 to 3.03 s"
+    )
+    assert sentence.endswith("optkit bench measures again")
 
 
 def test_predictions_more_than_a_fifth_off_are_listed_in_both_directions() -> None:
