@@ -49,7 +49,9 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("text", [TTFT_CPU, W4A8], ids=["ttft-cpu", "w4a8"])
+@pytest.mark.parametrize(
+    "text", [TTFT_CPU, pytest.param(W4A8, marks=pytest.mark.soak)], ids=["ttft-cpu", "w4a8"]
+)
 def test_run_with_weights_on_disk_writes_the_same_tensors(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,13 +37,18 @@ def stop_after(patch: pytest.MonkeyPatch, writes: int) -> None:
     patch.setattr(resume, "write", write)
 
 
-@pytest.mark.parametrize("stop", [1, 9])
+GPTQ = ("gptq", {"scheme": "W4A8", "group_size": 32})
+AWQ = ("awq", {"scheme": "W4A16", "group_size": 32})
+MIXED = ("mixed_precision", {"schemes": ["W4A8:32", "W8A8:32"], "bits": 6.5, "sensitivity_tokens": 32})
+
+
 @pytest.mark.parametrize(
-    ("row", "options"),
+    ("row", "options", "stop"),
     [
-        ("gptq", {"scheme": "W4A8", "group_size": 32}),
-        ("awq", {"scheme": "W4A16", "group_size": 32}),
-        ("mixed_precision", {"schemes": ["W4A8:32", "W8A8:32"], "bits": 6.5, "sensitivity_tokens": 32}),
+        (*GPTQ, 1),
+        (*AWQ, 9),
+        (*MIXED, 9),
+        *(pytest.param(*more, marks=pytest.mark.soak) for more in ((*GPTQ, 9), (*AWQ, 1), (*MIXED, 1))),
     ],
 )
 def test_stopped_pass_continues_with_the_same_bits(
