@@ -32,7 +32,6 @@ from starlette.exceptions import HTTPException
 from optkit.json_names import JSON_NAMES
 from optkit.serve.app_state import AppState
 from optkit.serve.constraints.checker import ConstraintChecker
-from optkit.serve.demo import add_demo
 from optkit.serve.engine_api import AccessSettings, AsyncEngine, ServeSettings
 from optkit.serve.http.admission import Admission
 from optkit.serve.http.auth import AuthMiddleware, path_of
@@ -42,7 +41,6 @@ from optkit.serve.metrics import Metrics
 from optkit.serve.openai.defaults import SamplingDefaults
 from optkit.serve.openai.prompts import PromptReader
 from optkit.serve.openai.protocol import OPENAI_DEFAULTS
-from optkit.serve.openapi import document
 from optkit.serve.routes import add_routes
 from optkit.serve.shutdown import RequestsInFlight
 from optkit.serve.tools.formats import ChatFormat, choose_format
@@ -65,6 +63,8 @@ def create_app(
     """The application in front of ``engine``, with access control: ``make_app`` and ``guard``."""
     app = make_app(engine, tokenizer, settings, tracing, chat, defaults)
     if settings.demo:
+        from optkit.serve.demo import add_demo
+
         add_demo(app)
     guard(app, settings)
     return app
@@ -192,6 +192,8 @@ def _add_health(app: FastAPI, state: AppState, settings: ServeSettings) -> None:
 
     @app.api_route("/openapi.json", methods=READ)
     async def openapi() -> JSONResponse:
+        from optkit.serve.openapi import document  # 1 MB that few servers are asked for
+
         return JSONResponse(document(settings.root_path))
 
     @app.api_route("/version", methods=READ)

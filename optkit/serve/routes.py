@@ -19,6 +19,8 @@ Every generating endpoint turns its body into a ``GenerationRequest``; all else 
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import time
 from collections.abc import Callable
 
@@ -35,8 +37,6 @@ from optkit.serve.openai.parsing import parse_request
 from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from optkit.serve.openai.response import GenerationResponse
 from optkit.serve.openai.stream import OpenAIEndpoint
-from optkit.serve.pooling.response import PoolingResponse
-from optkit.serve.pooling.tasks import PoolingTask, parse_embeddings, parse_rerank, parse_score
 from optkit.serve.responses.answers import ResponsesEndpoint
 from optkit.serve.responses.protocol import parse_responses
 from optkit.serve.shutdown import shutting_down
@@ -118,30 +118,37 @@ def _add_tokens(app: FastAPI, state: AppState) -> None:
 
 
 def _add_pooling(app: FastAPI, state: AppState) -> None:
-    async def reply(http: Request, parse: Callable[[bytes], PoolingTask]) -> Response:
+    """Add the endpoints with vectors; numpy (12 MB) is imported for the first request, beside the event loop."""
+
+    async def reply(http: Request, kind: str) -> Response:
         arrival = time.monotonic()
         if app.state.draining:
             raise shutting_down()
         state.admission.check()
-        task = parse(await _body(http, state))
+        body = await _body(http, state)
+        await asyncio.to_thread(importlib.import_module, "optkit.serve.pooling.response")
+        from optkit.serve.pooling.response import PoolingResponse
+        from optkit.serve.pooling.tasks import PARSERS
+
+        task = PARSERS[kind](body)
         state.check_model(task.model)
         state.check_engine()
         return PoolingResponse(state, task, arrival, http.state.tenant, _parent(http))
 
     @app.post("/v1/embeddings")
     async def embeddings(http: Request) -> Response:
-        return await reply(http, parse_embeddings)
+        return await reply(http, "embeddings")
 
     @app.post("/rerank")
     @app.post("/v1/rerank")
     @app.post("/v2/rerank")
     async def rerank(http: Request) -> Response:
-        return await reply(http, parse_rerank)
+        return await reply(http, "rerank")
 
     @app.post("/score")
     @app.post("/v1/score")
     async def score(http: Request) -> Response:
-        return await reply(http, parse_score)
+        return await reply(http, "score")
 
 
 def _parent(http: Request) -> dict[str, str]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from optkit.errors import UserError
 from optkit.extras import need_extra
+from optkit.runtime.structured import FEATURE
 from optkit.runtime.structured.matcher import SequenceMatcher
 from optkit.runtime.types import Constraint, ConstraintFailed, EngineRefusal, SamplingParams
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_KEPT = 64  # compiled grammars
-FEATURE = "structured output"
 
 Compiled = tuple["LLMatcher", "LLTokenizer"]
 

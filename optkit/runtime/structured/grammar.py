@@ -19,6 +19,7 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 from optkit.runtime.structured.schemas import unenforceable
 from optkit.runtime.types import Constraint, ConstraintFailed
 
+TOO_LARGE = "it is too large for a grammar; simplify it"
 MAX_ERROR_CHARS = 300
 STEP_LEXER_FUEL = 60_000  # about 4 ms of a mask; llguidance's own default is 200,000
 STEP_MAX_ITEMS = 20_000  # about 1 ms; by default 50,000
@@ -175,7 +176,12 @@ def _quoted(text: str) -> str:
 
 
 def shortened(error: object) -> str:
-    """The message of ``error`` on a single line, without the indented pictures of the wrong place, for the client."""
+    """The message of ``error`` on a single line, for the client.
+
+    Without the indented pictures of the wrong place, and without the words of llguidance about a bound of its own.
+    """
+    if str(error).startswith("panic"):
+        return TOO_LARGE
     lines = [line.strip() for line in str(error).splitlines() if line and not line.startswith(" ")]
     text = OVERLAPPING.sub(NO_OVERLAP, " ".join(lines))
     return text.removesuffix("<non-verbose/>").rstrip()[:MAX_ERROR_CHARS]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from optkit.errors import UserError
 from optkit.extras import need_extra
-from optkit.runtime.structured.compiler import FEATURE
+from optkit.runtime.structured import FEATURE
 from optkit.runtime.types import Constraint
 from optkit.serve.constraints.messages import Verdict
 from optkit.serve.constraints.process import FAILURES, CompilerProcess

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, BinaryIO, NoReturn, TypeVar
 import msgspec
 
 from optkit.extras import need_extra
-from optkit.runtime.structured.compiler import FEATURE
+from optkit.runtime.structured import FEATURE
 from optkit.runtime.types import Constraint, ConstraintFailed
 from optkit.serve.constraints.messages import HEADER, Tokens, Verdict, frame
 

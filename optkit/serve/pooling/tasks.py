@@ -141,6 +141,9 @@ def parse_score(body: bytes) -> PoolingTask:
     return ScoreTask(parsed(ScoreRequest, body))
 
 
+PARSERS = {"embeddings": parse_embeddings, "rerank": parse_rerank, "score": parse_score}  # by endpoint
+
+
 def parsed(kind: type[Kind], body: bytes) -> Kind:
     """The request in a JSON ``body``; unknown fields are accepted with a line in the log."""
     request = checked(kind, parse_object(body))

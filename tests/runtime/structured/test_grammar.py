@@ -86,6 +86,14 @@ def test_a_refused_grammar_names_what_is_wrong(constraint: Constraint, named: st
         grammar.compiled(constraint, vocabulary())
 
 
+def test_a_bound_of_llguidance_is_named_without_its_source_code() -> None:
+    keys = {f"key{i}": {"type": "string"} for i in range(12_000)}
+    wide = Constraint("json_schema", json.dumps({"type": "object", "properties": keys}))
+    with pytest.raises(ConstraintFailed) as refused:
+        grammar.tried(wide, vocabulary())
+    assert str(refused.value) == grammar.TOO_LARGE
+
+
 def test_gbnf_becomes_lark_and_lark_stays() -> None:
     lark = Constraint("grammar", "start: /[ab]/")
     assert grammar.in_lark(lark) == lark
