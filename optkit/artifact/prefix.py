@@ -152,7 +152,10 @@ def read_facts(directory: Path) -> PrefixFacts:
     data = parse_bounded(
         read_bounded(file, MAX_FACTS_BYTES), str(file), "the baked prefixes can't be read: it is"
     )
-    return check(PrefixFacts, data, str(file), "the baked prefixes can't be read")
+    facts = check(PrefixFacts, data, str(file), "the baked prefixes can't be read")
+    if len({prompt.name for prompt in facts.prompts}) < len(facts.prompts):
+        raise damaged(file, "two prompts have the same name")
+    return facts
 
 
 def read_prefix(directory: Path, vocab_size: int) -> BakedPrefix:
@@ -161,11 +164,20 @@ def read_prefix(directory: Path, vocab_size: int) -> BakedPrefix:
     Raises:
         UserError: a file is missing or damaged, or the numbers contradict each other.
     """
+    return read_blocks(directory, read_facts(directory), vocab_size)
+
+
+def read_blocks(directory: Path, facts: PrefixFacts, vocab_size: int) -> BakedPrefix:
+    """``read_prefix`` with the ``facts`` read before.
+
+    Raises:
+        UserError: as ``read_prefix``.
+    """
     from safetensors import SafetensorError, safe_open
 
     from optkit.checkpoint.safetensors_header import read_header
 
-    facts, file = read_facts(directory), directory / BLOCKS_FILE
+    file = directory / BLOCKS_FILE
     groups = range(len(facts.layout.groups))
     expected = {"tokens": "I32", "parent": "I32"}
     expected |= {f"rows.{g}": "I32" for g in groups} | {f"kv.{g}": "U8" for g in groups}

@@ -115,6 +115,17 @@ class KVLayout:
                 pools |= {name: view(raw, spec, dim, block_size)[part:] for name, raw, dim in dims}
         return pools
 
+    def bytes_of(self, group: int, block_size: int) -> list[slice]:
+        """The bytes of a block with the KV of ``group``, over all buffers in order; others belong to no layer."""
+        owner, found, start = self.groups[group], list[slice](), 0
+        for place, slot in enumerate(self.slots):
+            layers = min(max(0, len(owner.layers) - place * owner.fraction), owner.fraction)
+            for token_bytes in slot:
+                row = block_size * token_bytes
+                found += [slice(start, start + row * layers // owner.fraction)] * bool(layers)
+                start += row
+        return found
+
     @cached_property
     def group_of(self) -> dict[str, int]:
         """The number of the group of each pool, by graph input."""

@@ -117,6 +117,7 @@ def compute(directory: Path, prompts: Sequence[KnownPrompt], threads: int) -> di
     """Compute, compare and write; the result of ``bake``."""
     from optkit.artifact.open import Artifact
     from optkit.artifact.prefix import read_prefix
+    from optkit.runtime.baked import COMPILED, is_compiled
     from optkit.text.tokenizer import Tokenizer
 
     artifact = Artifact.open(directory, verify=False)
@@ -132,6 +133,8 @@ def compute(directory: Path, prompts: Sequence[KnownPrompt], threads: int) -> di
     if not ids:
         return {"tokens": counts, "refusal": f"no prompt fills a block of {size} tokens"}
     engine = engine_for(artifact, max(map(len, ids.values())), threads)
+    if is_compiled(runner_of(engine)):
+        return {"tokens": counts, "refusal": COMPILED}
     tree = Tree(len(engine.config.kv_windows))
     for name, tokens in ids.items():
         first, second = warmed(engine, tokens), computed_again(engine, tokens)
@@ -203,13 +206,25 @@ def warmed(engine: Engine, ids: Sequence[int]) -> Blocks:
         what = end.error or f"{end.num_prefilled} of {len(ids)} tokens were kept"
         raise UserError(f"the KV could not be computed: {what}", where=PASS)
     (pin,) = engine.scheduler.kv.pins
-    held, read = set(pin.blocks), runner_of(engine).read_block
+    held, runner = set(pin.blocks), runner_of(engine)
     found: Blocks = [
-        [read(kv.block) if kv.block is not None and kv.block in held else None for kv in node.kv]
+        [
+            read(runner, kv.block, group) if kv.block is not None and kv.block in held else None
+            for group, kv in enumerate(node.kv)
+        ]
         for node in pin.nodes
     ]
     engine.unpin(PASS)
     engine.reset_prefix_cache()
+    return found
+
+
+def read(runner: ModelRunner, block: int, group: int) -> np.ndarray:
+    """The bytes of ``block`` with the KV of ``group``; rows without a layer have 0, and not those of earlier owners."""
+    data = runner.read_block(block)
+    found = np.zeros_like(data)
+    for part in runner.layout.bytes_of(group, runner.block_size):
+        found[part] = data[part]
     return found
 
 

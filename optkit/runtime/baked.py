@@ -11,7 +11,8 @@ from optkit.artifact.prefix import (
     LayoutEntry,
     has_prefix,
     mismatch,
-    read_prefix,
+    read_blocks,
+    read_facts,
     weights_digest,
 )
 from optkit.runtime.kv.pins import PinRefused
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PIN = "artifact:"  # begins the names of the pins
+COMPILED = "compiled layers round otherwise, and run in steps of some sizes alone"
+
+
+def is_compiled(runner: ModelRunner) -> bool:
+    """True where compiled layers run some of the steps."""
+    return getattr(runner.model, "special", None) is not None
 
 
 def layout_entry(layout: KVLayout, block_size: int, dtype: str) -> LayoutEntry:
@@ -45,15 +52,18 @@ def adopt_baked(engine: Engine, artifact: Artifact, runner: ModelRunner) -> None
     """
     if not has_prefix(artifact.directory):
         return
-    prefix = read_prefix(artifact.directory, runner.vocab_size)
+    facts = read_facts(artifact.directory)
     layout = layout_entry(runner.layout, runner.block_size, runner.kv_dtype)
-    reason = mismatch(prefix.facts, weights_digest(artifact.manifest), layout)
+    reason = mismatch(facts, weights_digest(artifact.manifest), layout)
+    if reason is None and is_compiled(runner):
+        reason = COMPILED
     if reason is None and not engine.config.max_pinned_blocks:
         reason = "nothing may be pinned (--no-enable-prefix-caching, or --pinned-cache-share 0)"
     if reason is not None:
         logger.warning("the baked KV of known prompts is not used: %s", reason)
         return
-    for prompt in prefix.facts.prompts:
+    prefix = read_blocks(artifact.directory, facts, runner.vocab_size)
+    for prompt in facts.prompts:
         try:
             adopt_prompt(engine, runner, prefix, f"{PIN}{prompt.name}", prompt.node)
         except PinRefused as refusal:

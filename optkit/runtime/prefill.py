@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
+MAX_PINS = 1024  # names and lists of pins take memory and time, also where all pins share their blocks
 NO_ROOM = "the pinned prefixes leave no room for this one"
 PINS_IN_THE_WAY = "the prompt and max_tokens do not fit the KV cache: pinned prefixes leave room for"
+TOO_MANY_PINS = f"{MAX_PINS} prefixes are pinned, and no more can be"
 NOT_CACHED = "the KV of this prompt could not be kept"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,10 +34,10 @@ def read_prompts(files: Sequence[str]) -> list[KnownPrompt]:
     """
     found = [KnownPrompt(Path(file).name, read_messages(Path(file))) for file in files]
     names = [prompt.name for prompt in found]
-    return [
-        prompt if names.count(prompt.name) == 1 else prompt._replace(name=f"{number}-{prompt.name}")
-        for number, prompt in enumerate(found, 1)
-    ]
+    numbers = [f"{number}-" * (names.count(name) > 1) for number, name in enumerate(names, 1)]
+    if len(set(map(operator.add, numbers, names))) < len(names):  # a file has the name that another was given
+        numbers = [f"{number}-" for number in range(1, len(names) + 1)]
+    return [prompt._replace(name=number + prompt.name) for number, prompt in zip(numbers, found, strict=True)]
 
 
 def read_messages(file: Path) -> list[dict[str, str]]:

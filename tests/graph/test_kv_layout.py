@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -151,3 +152,22 @@ def test_bytes_and_blocks_agree_with_the_buffers(windowed: int) -> None:
     assert layout.num_bytes(BLOCKS, SIZE) == size
     assert layout.blocks_in(size, SIZE) == BLOCKS and layout.blocks_in(size - 1, SIZE) == BLOCKS - 1
     assert layout.blocks_in(1, SIZE) == 0
+
+
+@pytest.mark.parametrize("layers", [(3, 2), (22, 4), (2, 1), (4, 0)])
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_the_bytes_of_a_group_are_those_of_its_pools(layers: tuple[int, int], heads: int) -> None:
+    """Against writes through the views that kernels get; with more heads in full layers rows have several layers."""
+    windowed, full = pattern(layers[0], 0), pattern(0, layers[1], num_kv_heads=heads)
+    layout = kv_layout([*windowed, *(replace(spec, layer=100 + spec.layer) for spec in full)])
+    for number, group in enumerate(layout.groups):
+        buffers = layout.buffers(BLOCKS, SIZE)
+        written = layout.pools(buffers, SIZE)
+        for spec in group.layers:
+            for name in spec.inputs:
+                written[name][3 * group.fraction].view(torch.uint8).fill_(7)
+        block = torch.cat([buffer[3] for slot in buffers for buffer in slot])
+        expected = torch.zeros_like(block)
+        for part in layout.bytes_of(number, SIZE):
+            expected[part] = 7
+        assert torch.equal(block, expected) and bool(block.any())

@@ -14,6 +14,8 @@ from optkit.artifact.manifest import MANIFEST, write_manifest
 from optkit.artifact.open import Artifact
 from optkit.artifact.prefix import BLOCKS_FILE, FACTS_FILE, read_prefix
 from optkit.errors import UserError
+from optkit.graph.kv_layout import kv_layout
+from optkit.lowering.lower import Executable
 from optkit.passes.resolve import resolve_passes
 from optkit.pipeline import bake, publish
 from optkit.pipeline.bake import Tree, check_prompts, equal
@@ -307,6 +309,22 @@ def test_layers_with_windows_find_the_last_window_of_the_prompt(system: Path, tm
     engine.scheduler.check()
 
 
+def test_a_block_with_rows_of_no_layer_is_compared_without_them(system: Path, tmp_path: Path) -> None:
+    """Two full layers in a block with room for three: the third row has what an earlier owner of the block wrote."""
+    local, full = "sliding_attention", "full_attention"
+    kinds = {"num_hidden_layers": 5, "layer_types": [local, full, local, full, local]}
+    model = save_model(tmp_path / "model", "gemma3_text", **kinds)
+    (model / "chat_template.jinja").write_text(QWEN)
+    out = tmp_path / "out"
+    record = run(model, out, f"passes:\n  flash_attention: {{}}\n  bake_prefix: {{prompts: [{system}]}}\n")
+    assert record.passes[-1].decision == "kept", record.passes[-1].reason
+    prefix = read_prefix(out, 1 << 20)
+    layout = kv_layout(Artifact.open(out).meta().states)
+    assert [len(group.layers) for group in layout.groups] == [2, 3]
+    used = layout.bytes_of(0, 8)[-1].stop
+    assert not prefix.kv[0][:, used:].any() and prefix.kv[1][:, used:].any()
+
+
 def test_a_prompt_file_of_messages(source: Path) -> None:
     tokenizer = Tokenizer.from_directory(source)
     found = prefix_ids(tokenizer, KnownPrompt("x", [{"role": "system", "content": "hello"}]))
@@ -326,3 +344,46 @@ def test_inspect_and_verify_know_baked_prompts(baked: Path, tmp_path: Path) -> N
     changed(other, parent=torch.tensor([0], dtype=torch.int32))
     resealed(other)
     assert CliRunner().invoke(app, ["verify", str(other)]).exit_code == 3
+
+
+def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "baked KV" in record.getMessage()]
+
+
+def test_blocks_that_do_not_fit_are_not_read(
+    baked: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The facts are small and bounded; the lists of a block file for another server need not be."""
+    other = copy(baked, tmp_path / "other")
+    (other / BLOCKS_FILE).write_bytes(b"no tensors")
+    with caplog.at_level(logging.WARNING):
+        assert not open_engine(str(other), block_size=16).pins()
+    assert "blocks of 8 tokens" in lines_of(caplog)[0]
+    with pytest.raises(UserError, match="not a safetensors file"):
+        open_engine(str(other))
+
+
+def test_two_prompts_of_a_name_are_refused(baked: Path, tmp_path: Path) -> None:
+    other = copy(baked, tmp_path / "other")
+    facts = json.loads((other / FACTS_FILE).read_text())
+    facts["prompts"].append(facts["prompts"][0])
+    (other / FACTS_FILE).write_text(json.dumps(facts))
+    with pytest.raises(UserError, match="two prompts have the same name"):
+        read_prefix(other, 1 << 20)
+
+
+def test_kv_is_neither_baked_nor_used_with_compiled_layers(
+    baked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They run on the machine that made them, in some steps, and agree with the rest up to rounding."""
+    monkeypatch.setattr(Executable, "special", object())
+    with caplog.at_level(logging.WARNING):
+        assert not open_engine(str(baked)).pins()
+    assert "compiled layers" in lines_of(caplog)[0]
+    other = copy(baked, tmp_path / "other")
+    for name in (FACTS_FILE, BLOCKS_FILE):
+        (other / name).unlink()
+    messages = [{"role": "system", "content": SYSTEM}]
+    found = bake.compute(other, [KnownPrompt("system.txt", messages)], 1)
+    assert "compiled layers" in found["refusal"] and found["tokens"]["system.txt"] > 100
+    assert not (other / FACTS_FILE).exists()

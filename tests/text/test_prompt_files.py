@@ -25,6 +25,15 @@ def test_files_of_text_and_of_messages(tmp_path: Path) -> None:
     assert found[0].messages == MESSAGES[:1] and found[1].messages == MESSAGES
 
 
+def test_names_differ_also_from_those_that_are_made(tmp_path: Path) -> None:
+    files = ("s.txt", "1-s.txt", "a/s.txt")
+    (tmp_path / "a").mkdir()
+    for name in files:
+        (tmp_path / name).write_text("Be kind.")
+    found = read_prompts([str(tmp_path / name) for name in files])
+    assert [prompt.name for prompt in found] == ["1-s.txt", "2-1-s.txt", "3-s.txt"]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "reason"),
     [

@@ -117,11 +117,11 @@ class KVManager:
         return self.tables.grow(request, num_tokens, expected_tokens)
 
     def cover(self, request: Request, num_tokens: int) -> bool:
-        """Take reserved blocks for the next chunk of a prefill, up to ``num_tokens`` tokens. Always True."""
-        if self.tables.windowed:
-            fits = self.grow(request, num_tokens, num_tokens)
-            assert fits, "reserved blocks are gone"
-        return True
+        """Take reserved blocks for the next chunk of a prefill, up to ``num_tokens`` tokens.
+
+        False where a window has left blocks that stay with others, and there are no others.
+        """
+        return not self.tables.windowed or self.grow(request, num_tokens, num_tokens)
 
     def trim(self, request: Request) -> None:
         """Give back the blocks beyond the tokens of ``request``, which were for guesses."""
@@ -219,8 +219,16 @@ class KVManager:
         return len(nodes) * self.block_size
 
     def pinned_blocks(self, request: Request) -> int:
-        """The blocks of pins that ``request``, which has no blocks, takes over if admitted now."""
-        return self.pins.shared_by(self._match(request)[0]) if len(self.pins) else 0
+        """The blocks of pins that ``request``, which has no blocks, takes over and keeps, whatever is evicted.
+
+        Windows slide off their blocks. Windows and recurrent states find a prefix for certain up to the end of a pin.
+        """
+        if not len(self.pins):
+            return 0
+        nodes: Sequence[Node] = self._match(request)[0]
+        if self.tables.windowed or self.states.num_slots:
+            nodes = self.pins.up_to_an_end(nodes)
+        return self.pins.shared_by(nodes, self.tables.unlimited)
 
     def reset(self) -> None:
         """Drop all cached KV, of the pool and of the store, but what is pinned.

@@ -5,8 +5,9 @@ request would take over (``BlockManager.share``), and its nodes stay in the tree
 pin holds the blocks of the last window, so a prompt finds the prefix whole or, if the prompt leaves it earlier, not at
 all. Of a recurrent state a pin holds the checkpoint at the end of the prefix, with the same effect.
 
-All pins together hold at most ``max_blocks`` blocks, each counted once, and ``max_checkpoints`` checkpoints. A *lease*
-is a pin with an end: leases give way, the oldest first, when a new pin needs the room.
+There are at most ``MAX_PINS`` pins. Together they hold at most ``max_blocks`` blocks, each counted once, and
+``max_checkpoints`` checkpoints. A *lease* is a pin with an end: leases give way, the oldest first, when a new pin needs
+the room.
 
 Liveness: a request is served only if it fits the pool beside the pins, and a pin is made only if each known request
 still fits afterwards (``optkit.runtime.scheduling.prefill_only``). So the first request in rank always advances.
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from optkit.runtime.kv.blocks import BlockManager
 from optkit.runtime.kv.prefix_cache import Node
 from optkit.runtime.kv.states import StateSlots
-from optkit.runtime.prefill import NO_ROOM, PinInfo
+from optkit.runtime.prefill import MAX_PINS, NO_ROOM, TOO_MANY_PINS, PinInfo
 
 
 class PinRefused(ValueError):
@@ -112,9 +113,14 @@ class Pins:
         """The blocks of each pin."""
         return [pin.blocks for pin in self._pins.values()]
 
-    def shared_by(self, nodes: Sequence[Node]) -> int:
-        """The blocks held by pins among those of ``nodes``."""
-        return sum(kv.block in self._owners for node in nodes for kv in node.kv)
+    def shared_by(self, nodes: Sequence[Node], groups: Sequence[int]) -> int:
+        """The blocks held by pins among those of ``nodes`` in ``groups`` of layers."""
+        return sum(node.kv[group].block in self._owners for node in nodes for group in groups)
+
+    def up_to_an_end(self, nodes: Sequence[Node]) -> Sequence[Node]:
+        """``nodes``, the beginning of a path, up to the last node at which a pin ends."""
+        ends = {pin.nodes[-1] for pin in self._pins.values()}
+        return nodes[: max((place for place, node in enumerate(nodes, 1) if node in ends), default=0)]
 
     def add(self, pin: Pin, most: int) -> None:
         """Make ``pin``, in the place of an earlier pin of the name.
@@ -123,16 +129,20 @@ class Pins:
             most: blocks that pins may hold at this moment, besides ``max_blocks``.
 
         Raises:
-            PinRefused: pins without an end leave too little room; an earlier pin of the name stays.
+            PinRefused: pins without an end leave too little room, or are too many; an earlier pin of the name stays.
         """
         before = self._pins.get(pin.name)
         gone = [] if before is None else [before]
         leases = (p for p in self._pins.values() if p.end is not None and p is not before)
         room = Room(self._owners, pin.blocks, gone)
-        while room.num_blocks > min(self.max_blocks, most) or self._too_many_ends(pin, gone):
+        while (
+            (too_many := len(self._pins) - len(gone) >= MAX_PINS)
+            or room.num_blocks > min(self.max_blocks, most)
+            or self._too_many_ends(pin, gone)
+        ):
             lease = next(leases, None)
             if lease is None:
-                raise PinRefused(NO_ROOM)
+                raise PinRefused(TOO_MANY_PINS if too_many else NO_ROOM)
             gone.append(lease)
             room.without(lease)
         for block in pin.blocks:

@@ -4,7 +4,8 @@ A group with a window holds the blocks read by later queries (``optkit.runtime.k
 
 - After each step the blocks before the window are given back (``slide``); ``NO_BLOCK`` stands in the place of each.
 - Admission allocates blocks for all known tokens in groups without a window. For a window admission *reserves* the most
-  blocks held at once by the prefill, and each chunk takes reserved blocks. So a prefill never runs out of blocks.
+  blocks held at once by the prefill, and each chunk takes reserved blocks. So a prefill runs out of blocks only where
+  a window has left blocks that stay with a pin or with another request: then there is less to reserve.
 """
 
 from __future__ import annotations
@@ -122,6 +123,7 @@ class BlockTables:
             length, first = len(request.block_tables[group]), request.first_blocks[group]
             if length < total:
                 missing += max(0, min(total - first, self._widest[group]) - (length - first))
+        missing = min(missing, request.num_reserved + max(0, self.blocks.num_available))
         if missing != request.num_reserved:
             self._set_reserved(request, missing)
 

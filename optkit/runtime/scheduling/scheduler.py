@@ -371,13 +371,24 @@ class Scheduler:
             num_new = self.kv.states.cut(request, num_new)
             if num_new < 1:
                 break
-            if not self._guarded(request, self.kv.cover, request, request.num_computed + num_new):
+            if not self._guarded(request, self._cover, request, num_new, decodes):
                 continue
             items.append(ScheduledRequest(request, num_new))
             ran_background = ran_background or request.is_prefill_only
             left, target = left - num_new, target - num_new
         self.background.stepped(decodes=bool(decodes), ran=ran_background)
         return items
+
+    def _cover(self, request: Request, num_new: int, decodes: Sequence[ScheduledRequest]) -> bool:
+        """Take the blocks of a chunk; prompts after ``request`` give way, ``decodes`` of the step end by themselves."""
+        while not self.kv.cover(request, request.num_computed + num_new):
+            busy = {id(item.request) for item in decodes}
+            later = (other for other in self.running[::-1] if id(other) not in busy)
+            last = next(later, request)
+            if _rank(last) <= _rank(request):
+                return False
+            self.preempt(last)
+        return True
 
     def _admissible(self) -> list[Request]:
         """The waiting requests ready for computation in the step, in order."""

@@ -55,6 +55,6 @@ def add_demo(app: FastAPI) -> None:
         "X-Content-Type-Options": "nosniff",
     }
 
-    @app.get(DEMO_PATH)
+    @app.api_route(DEMO_PATH, methods=["GET", "HEAD"])
     async def demo() -> HTMLResponse:
         return HTMLResponse(html, headers=headers)

@@ -4,7 +4,7 @@
 //   input.oninput = () => ahead.update([{role: "user", content: input.value}]);
 //   const {text, firstTokenMs} = await ahead.send([{role: "user", content: input.value}], piece => show(piece));
 //
-// update() asks for the prompt so far, at most once in `interval` milliseconds and one call at a time; the longest prompt
+// update() asks for the prompt so far, at most once in `interval` milliseconds and one call at a time; the latest prompt
 // wins. Nothing is generated, and a call that fails costs nothing: send() gives the same answer with it or without it.
 // `failure` is the reason why the last call failed, or null.
 class TypingAhead {

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, cast
 
 import msgspec
 
-from optkit.runtime.prefill import NO_ROOM, NOT_CACHED, PINS_IN_THE_WAY
+from optkit.runtime.prefill import NO_ROOM, NOT_CACHED, PINS_IN_THE_WAY, TOO_MANY_PINS
 from optkit.runtime.process.client import ENGINE_DIED, ENGINE_GONE, ENGINE_STOPPED
 from optkit.runtime.types import (
     CONSTRAINT_FAILED,
@@ -270,6 +270,8 @@ def raise_failure(output: TokenOutput) -> None:
     if output.error in (NO_ROOM, NOT_CACHED):
         message = f"{output.error}; drop pins, or raise --pinned-cache-share or --kv-cache-bytes"
         raise ApiError(message, param="pin", code="insufficient_kv_cache", status=409)
+    if output.error == TOO_MANY_PINS:
+        raise ApiError(f"{TOO_MANY_PINS}; drop pins", param="pin", code="too_many_pins", status=409)
     if output.error and output.error.startswith(PINS_IN_THE_WAY):
         raise ApiError(output.error, code="kv_cache_pinned")
     if output.error in OWN_FAILURES:

@@ -46,12 +46,24 @@ class SessionName(NamedTuple):
     session: str
 
 
+class Session:
+    """The calls of a session, of which one at a time has a place in the server; the latest ends the others.
+
+    Attributes:
+        turn: held by a call until its place is free.
+        replaced: an event for each call, set when a later call takes the place.
+    """
+
+    def __init__(self) -> None:
+        self.turn, self.replaced = asyncio.Lock(), list[asyncio.Event]()
+
+
 @dataclass
 class WarmService:
     """Warm calls, and the listing of pins; for a single event loop."""
 
     state: AppState
-    _calls: dict[SessionName, asyncio.Event] = field(default_factory=dict)  # set: a later call took the place
+    _sessions: dict[SessionName, Session] = field(default_factory=dict)
     _key: bytes = field(default_factory=lambda: os.urandom(16))
 
     def __post_init__(self) -> None:
@@ -89,10 +101,11 @@ class WarmService:
         if not request.session:
             return await self._compute(request, tenant, arrival)
         name = SessionName(tenant, request.cache_salt or "", request.session)
-        if name in self._calls:
-            self._calls[name].set()
-        replaced = self._calls[name] = asyncio.Event()
-        work = asyncio.create_task(self._compute(request, tenant, arrival))
+        session, replaced = self._sessions.setdefault(name, Session()), asyncio.Event()
+        for earlier in session.replaced:
+            earlier.set()
+        session.replaced.append(replaced)
+        work = asyncio.create_task(self._in_turn(session, request, tenant, arrival))
         later = asyncio.create_task(replaced.wait())
         try:
             await asyncio.wait({work, later}, return_when=asyncio.FIRST_COMPLETED)
@@ -100,11 +113,19 @@ class WarmService:
                 return work.result()
             return {"object": "cache.warm", "status": "replaced", "session": request.session}
         finally:
-            if self._calls.get(name) is replaced:
-                del self._calls[name]
+            session.replaced.remove(replaced)
+            if not session.replaced:
+                del self._sessions[name]
             for task in (work, later):
                 task.cancel()
             await asyncio.gather(work, later, return_exceptions=True)
+
+    async def _in_turn(
+        self, session: Session, request: WarmRequest, tenant: str, arrival: float
+    ) -> dict[str, Any]:
+        """``_compute`` after the earlier call of ``session`` has left its place."""
+        async with session.turn:
+            return await self._compute(request, tenant, arrival)
 
     async def _compute(self, request: WarmRequest, tenant: str, arrival: float) -> dict[str, Any]:
         block_size, salt = self.state.settings.limits.block_size, f"{tenant}:{request.cache_salt or ''}"

@@ -7,6 +7,7 @@ import pytest
 from optkit.runtime.kv.manager import KVManager
 from optkit.runtime.kv.pins import PinRefused
 from optkit.runtime.kv.prefix_cache import PrefixCache
+from optkit.runtime.prefill import TOO_MANY_PINS
 from optkit.runtime.types import EngineRequest, Request, SamplingParams
 
 SIZE = 2
@@ -156,6 +157,46 @@ def test_leases_go_one_by_one_and_shared_blocks_count_once() -> None:
     with pytest.raises(PinRefused):
         pin(kv, "e", [6] * 29)
     assert [each.name for each in kv.pins] == ["c", "d"]  # a pin in vain ends none
+
+
+def test_the_number_of_pins_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pins of the same blocks take no block, but names, lists, and time in each step."""
+    monkeypatch.setattr("optkit.runtime.kv.pins.MAX_PINS", 3)
+    kv = manager()
+    for name in ("a", "b"):
+        pin(kv, name, PROMPT)
+    pin(kv, "lease", PROMPT, end=10.0)
+    pin(kv, "c", PROMPT)
+    assert [each.name for each in kv.pins] == ["a", "b", "c"]
+    with pytest.raises(PinRefused, match=TOO_MANY_PINS):
+        pin(kv, "d", PROMPT)
+    pin(kv, "b", [*range(50, 55)])  # in the place of the earlier one
+    assert [each.name for each in kv.pins] == ["a", "c", "b"]
+
+
+def test_a_window_shares_no_block_with_a_pin_for_long() -> None:
+    kv = manager(60, windows=(0, 5), most=30)
+    ids = list(range(100, 121))
+    pin(kv, "a", ids)
+    longer = request([*ids[:20], *range(8)])
+    assert kv.pinned_blocks(longer) == 10  # without those of the window
+    assert kv.pinned_blocks(request([*ids[:10], *range(8)])) == 0  # no pin ends there
+
+
+def test_a_checkpoint_that_may_be_lost_is_not_counted_on() -> None:
+    cache = PrefixCache(SIZE)
+    kv = KVManager(60, SIZE, cache, num_state_slots=2, num_checkpoints=4, max_pinned_blocks=30)
+    ids = list(range(100, 121))
+    assert pin(kv, "a", ids) == 20
+    other = request([*ids[:10], 7, 8, 9])
+    assert kv.admit(other, 20) and other.borders == (10, 12)
+    other.num_computed = 10
+    kv.publish(other)  # takes a checkpoint in the middle of the pinned prefix
+    kv.release(other)
+    asked = request([*ids[:10], 1, 2, 3])
+    assert kv.cached_tokens(asked) == 10 and kv.pinned_blocks(asked) == 0
+    assert kv.pinned_blocks(request([*ids[:20], 1, 2, 3])) == 10
+    kv.check([])
 
 
 # -- prefixes of an artifact ---------------------------------------------------------------------------

@@ -108,3 +108,62 @@ def test_a_lease_is_no_reason_to_refuse() -> None:
     assert scheduler.stats().kv_blocks_pinned == 30
     add(scheduler, "r", 8, max_tokens=140)
     assert scheduler.stats().kv_blocks_pinned == 0
+
+
+@pytest.mark.parametrize("windows", [(0,), (0, 8), (0, 8, 16)])
+def test_what_fits_beside_a_pin_ends(windows: tuple[int, ...]) -> None:
+    """Prompts of any length: a request is refused on arrival, or ends, and waits for no block forever."""
+    limits = {
+        "num_blocks": 48,
+        "max_model_len": 160,
+        "pinned_cache_share": 0.5,
+        "enable_prefix_caching": True,
+    }
+    outcomes = set()
+    for num_more in range(1, 126):
+        scheduler = make(**limits, kv_windows=windows)  # type: ignore[arg-type]
+        warm(scheduler, "w", 32, pin="p")
+        while scheduler.has_work:
+            step(scheduler)
+        assert scheduler.stats().kv_blocks_pinned > 0
+        prompt, params = (2,) * 32 + (3,) * num_more, SamplingParams(max_tokens=2)
+        received = EngineRequest(request_id="r", prompt_ids=prompt, sampling=params, arrival=0.0)
+        try:
+            scheduler.add(received)
+        except EngineRefusal:
+            outcomes.add("refused")
+            continue
+        num_steps = 0
+        while scheduler.has_work:
+            step(scheduler)
+            num_steps += 1
+            assert num_steps < 20, f"{num_more} tokens"
+        outcomes.add("ended")
+    assert outcomes == ({"ended"} if len(windows) == 1 else {"ended", "refused"})
+
+
+@pytest.mark.parametrize("pin", ["p", ""])
+def test_windows_that_slide_off_shared_blocks_promise_no_block_twice(pin: str) -> None:
+    """A block that a window leaves stays with the pin, or with another request, and can't be promised again."""
+    limits = {
+        "num_blocks": 64,
+        "max_model_len": 160,
+        "pinned_cache_share": 0.5,
+        "enable_prefix_caching": True,
+    }
+    for num_more in range(20, 100, 3):
+        scheduler = make(**limits, kv_windows=(0, 24))  # type: ignore[arg-type]
+        warm(scheduler, "w", 32, pin=pin)
+        while scheduler.has_work:
+            step(scheduler)
+        names = ["a", "b", "c"]
+        for token, name in enumerate(names, 3):
+            prompt, params = (2,) * 32 + (token,) * num_more, SamplingParams(max_tokens=3)
+            scheduler.add(EngineRequest(request_id=name, prompt_ids=prompt, sampling=params, arrival=0.0))
+        ends: list[TokenOutput] = []
+        for _ in range(200):
+            ends += [output for output in step(scheduler)[1] if output.finish_reason]
+        assert sorted((end.request_id, end.error) for end in ends) == [(name, None) for name in names], (
+            num_more
+        )
+        assert not scheduler.has_work

@@ -76,6 +76,17 @@ def test_an_answer_is_shown_as_text(tmp_path: Path) -> None:
         assert page.evaluate("document.title") == "optkit: typing ahead" and page.problems == []
 
 
+def test_a_second_click_does_not_mix_two_answers(tmp_path: Path) -> None:
+    engine = FakeEngine("one two three")
+    engine.delay = 0.05
+    with shown(tiny_app(engine, demo=True), tmp_path) as page:
+        write(page, "hello")
+        page.evaluate("element('send').click()")
+        sent(page)  # clicks again
+        assert page.evaluate("element('answer').textContent") == "one two three"
+        assert len(engine.requests) == 1 and not page.evaluate("element('send').disabled")
+
+
 def test_the_policy_holds_for_scripts_and_for_other_places(tmp_path: Path) -> None:
     """Chromium, and not the test, reads the policy."""
     with shown(tiny_app(demo=True), tmp_path) as page:

@@ -22,6 +22,8 @@ def test_the_page_is_one_file_with_a_strict_policy(keys: tuple[str, ...]) -> Non
     assert "class TypingAhead" in answer.text and "/* typing-ahead.js */" not in answer.text
     assert not re.search(r"(src|href)=|https?://(?!localhost)", answer.text)
     assert answer.headers["content-security-policy"] == policy(page())
+    head = call(app, "HEAD", "/demo")  # as every path with GET
+    assert (head.status_code, head.headers["content-length"]) == (200, answer.headers["content-length"])
     assert "'none'" in policy(page()) and "unsafe-eval" not in policy(page())
     if keys:
         assert call(app, "GET", "/v1/cache/warm").status_code == 401

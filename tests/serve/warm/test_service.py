@@ -233,6 +233,34 @@ def test_a_later_call_of_a_session_ends_the_earlier_one() -> None:
     assert (first["status"], second["status"], third["status"]) == ("replaced", "replaced", "warm")
 
 
+def test_a_later_call_of_a_session_takes_its_place_in_a_full_server() -> None:
+    """The session's calls share one place: the call that ends another finds the place free."""
+    engine = SteppedEngine(max_model_len=1024, max_num_seqs=2, max_num_batched_tokens=16)
+    app = tiny_app(engine, QWEN, max_queue=2, **LIMITS | {"max_num_seqs": 2})
+
+    async def go() -> list[tuple[int, str | None]]:
+        async with client(app) as http:
+            bodies = [{"prompt": [7] * count, "session": "s"} for count in (300, 340, 380)]
+            answers = await asyncio.gather(*(http.post(WARM, json=body) for body in bodies))
+            return [(answer.status_code, answer.json().get("status")) for answer in answers]
+
+    assert asyncio.run(go()) == [(200, "replaced"), (200, "replaced"), (200, "warm")]
+    assert engine.engine.stats().kv_blocks_pinned == 95
+    assert app.state.parts.admission.used == 0
+
+
+def test_the_number_of_pins_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optkit.runtime.kv.pins.MAX_PINS", 2)
+    app, _ = app_with()
+    statuses = [
+        post(app, WARM, {"prompt": [7] * 40, "pin": True, "id": name}).status_code for name in ("a", "b", "a")
+    ]
+    refused = post(app, WARM, {"prompt": [7] * 40, "pin": True, "id": "c"})
+    assert statuses == [200, 200, 200]
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"], error["param"]) == (409, "too_many_pins", "pin")
+
+
 def test_leases_give_way_to_pins_and_to_requests() -> None:
     app, engine = app_with(num_blocks=128)
     post(app, WARM, {"prompt": [7] * 200, "session": "s"})
