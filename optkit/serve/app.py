@@ -131,6 +131,8 @@ def guard(app: FastAPI, settings: AccessSettings) -> None:
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     yield
     state: AppState = app.state.parts
+    if state.metrics.response_cache:
+        state.metrics.response_cache.store.clear()  # metrics outlive the application
     state.prompts.close()
     await state.constraints.close()
     if state.tracing:
