@@ -19,7 +19,6 @@ Every generating endpoint turns its body into a ``GenerationRequest``; all else 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from fastapi import FastAPI, Request
@@ -27,7 +26,7 @@ from fastapi.responses import JSONResponse, Response
 
 from optkit.serve.anthropic.answers import MessagesEndpoint
 from optkit.serve.anthropic.protocol import parse_count, parse_messages
-from optkit.serve.app_state import AppState
+from optkit.serve.app_state import AppState, arrival_of
 from optkit.serve.http.body import read_body
 from optkit.serve.openai import tokenize as tokens
 from optkit.serve.openai.answers import Endpoint
@@ -57,7 +56,7 @@ def add_routes(app: FastAPI, state: AppState) -> None:
 
 def _add_generation(app: FastAPI, state: AppState) -> None:
     async def reply(http: Request, parse: Callable[[bytes], Parsed]) -> Response:
-        arrival = getattr(http.state, "arrival", None) or time.monotonic()
+        arrival = arrival_of(http)
         if app.state.draining:
             raise shutting_down()
         state.admission.check()
@@ -119,7 +118,7 @@ def _add_tokens(app: FastAPI, state: AppState) -> None:
 
 def _add_pooling(app: FastAPI, state: AppState) -> None:
     async def reply(http: Request, parse: Callable[[bytes], PoolingTask]) -> Response:
-        arrival = time.monotonic()
+        arrival = arrival_of(http)
         if app.state.draining:
             raise shutting_down()
         state.admission.check()
