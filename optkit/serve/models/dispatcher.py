@@ -63,7 +63,7 @@ def create_dispatcher(
 
     ``app.state.draining`` set to True makes the server not ready and refuses new work with 503.
     """
-    app = FastAPI(title="optkit", version=VERSION, openapi_url=None, root_path=settings.root_path)
+    app = FastAPI(title="optkit", version=VERSION, openapi_url=None)
     app.state.draining, app.state.requests = False, requests
     add_errors(app)
     names = Names(pool)

@@ -147,6 +147,16 @@ def test_key_is_checked_before_a_model_is_loaded_and_keeps_tenants_apart(server:
     assert first.cache_salt != second.cache_salt
 
 
+@pytest.mark.parametrize("server", [{"root_path": "/llm"}], indirect=True)
+@pytest.mark.parametrize("prefix", ["", "/llm"])
+def test_paths_work_with_the_root_path_and_without(server: FakeServer, prefix: str) -> None:
+    body = {"model": "two", "prompt": "Who?"}
+    assert server.post(f"{prefix}/v1/completions", body).json()["model"] == "two"
+    assert server.call("GET", f"{prefix}/v1/models/two").status_code == 200
+    assert server.post(f"{prefix}/v1/messages", {"model": "three"}).json()["type"] == "error"
+    assert server.call("GET", f"{prefix}{prefix}x/health").status_code == 404
+
+
 def test_list_of_models_has_their_states(server: FakeServer) -> None:
     server.post("/v1/completions", {"model": "two", "prompt": "Who?"})
     found = server.call("GET", "/v1/models").json()["data"]
