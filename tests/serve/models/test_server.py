@@ -233,6 +233,12 @@ def test_model_beyond_the_budget_is_refused_at_the_start(artifacts: dict[str, Pa
         check_budget(found, 100 << 20, given=True)
 
 
+def test_missing_chat_template_is_told_at_the_start(artifacts: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="the chat template cannot be read"):
+        options = ServeOptions(port=0, chat_template=tmp_path / "none.jinja")
+        run_models([NamedArtifact(artifacts["first"])], options, PoolOptions())
+
+
 def test_no_artifact_is_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no such directory"):
         run_models([NamedArtifact(tmp_path / "none")] * 2, ServeOptions(port=0), PoolOptions())
