@@ -115,16 +115,17 @@ def client_maker(
 ) -> Callable[[], EngineClient]:
     """A maker of clients for engines of ``artifact``; the first client takes the process that was launched early.
 
-    The maker raises UserError when another artifact is in the directory: tokenizer, limits and kept answers of the
-    server are those of ``artifact``, and an engine does not check the files.
+    For each later client the maker raises UserError when another artifact is in the directory: tokenizer, limits and
+    kept answers of the server are those of ``artifact``, and an engine does not check the files.
     """
     from optkit.runtime.process.client import EngineClient
 
-    early = [launched] if launched else []
+    first = [launched]
 
     def make_client() -> EngineClient:
-        artifact.check_present()
-        return EngineClient(str(artifact.directory), engine, launched=early.pop() if early else None)
+        if not first:
+            artifact.check_present()
+        return EngineClient(str(artifact.directory), engine, launched=first.pop() if first else None)
 
     return make_client
 

@@ -101,7 +101,7 @@ class DrainingServer(uvicorn.Server):
 
     async def _cut_closed(self) -> None:
         """Cut connections that were closed, have nothing to send, and wait for the client's end of TLS."""
-        earlier: set[object] = set()
+        earlier: set[asyncio.Transport] = set()
         while True:
             await asyncio.sleep(GOODBYE_SECONDS)
             transports = [connection.transport for connection in self.server_state.connections]
