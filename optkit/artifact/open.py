@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from optkit.artifact.manifest import INTERNAL, NATIVE, problems, read_manifest
+from optkit.artifact.manifest import INTERNAL, NATIVE, content_digest, problems, read_manifest
 from optkit.errors import UserError
 from optkit.plugins import MissingPlugIn
 from optkit.recipe.load import parse_recipe
@@ -54,6 +54,12 @@ class Artifact:
                 fix = "make the artifact again; do not serve this one"
                 raise UserError(problem, where=str(path), fix=fix)
         return artifact
+
+    def check_present(self) -> None:
+        """Raise UserError if the directory has no artifact any more, or another one."""
+        if content_digest(read_manifest(self.directory)) != content_digest(self.manifest):
+            what = "another artifact has taken the place of the loaded one"
+            raise UserError(what, where=str(self.directory), fix="start again to use the new one")
 
     @property
     def name(self) -> str:

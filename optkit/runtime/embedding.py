@@ -80,7 +80,8 @@ class Embedder:
 
     Attributes:
         max_tokens: of a step.
-        runner: the model on its KV pool, which grows to what a step needs.
+        runner: the model on its KV pool, which grows to what a group needs; None before a group, and after a text
+            longer than a step, whose pool may be as large as that of all requests.
     """
 
     model: ServableModel
@@ -89,6 +90,7 @@ class Embedder:
     runner: ModelRunner | None = None
     _waiting: list[Text] = field(default_factory=list)
     _group: list[Text] = field(default_factory=list)  # in the KV pool
+    _num_blocks: int = 0  # of the last group, when it was whole
     _alone: list[Text] = field(default_factory=list)  # of a group that failed
 
     @property
@@ -112,6 +114,7 @@ class Embedder:
         before = sum(map(len, queues))
         for queue in queues:
             queue[:] = [text for text in queue if text.message.request_id != request_id]
+        self._give_back()
         return sum(map(len, queues)) < before
 
     def step(self, max_tokens: int, departed: Callable[[], AbstractSet[str]] = frozenset) -> list[Embedding]:
@@ -145,6 +148,7 @@ class Embedder:
         done = [message for message in touched if message.is_done]
         for message in done:
             self.abort(message.request_id)  # texts left of one that failed
+        self._give_back()
         return done
 
     def embed(self, prompts: Sequence[Sequence[int]], pooling: Pooling) -> Tensor:
@@ -183,13 +187,17 @@ class Embedder:
             text.request.block_tables = [list(range(first, first + count))]
             text.request.state_slot = slot
             first += count
-        self._group = group
+        self._group, self._num_blocks = group, first
+
+    def _give_back(self) -> None:
+        """Free the pool after a group with more blocks than any group that fits a step."""
+        if not self._group and self._num_blocks > self.max_tokens // self.block_size + MAX_TEXTS:
+            self.runner = None
 
     def _reserve(self) -> None:
         """Make a pool with room for the group; the KV of a larger pool stays."""
-        num_blocks = max((text.request.block_tables[0][-1] + 1 for text in self._group), default=0)
         slots = len(self._group) if recurrent_of(self.model.states) else 0
-        runner = self.runner
+        runner, num_blocks = self.runner, self._num_blocks
         if runner is None or runner.num_blocks < num_blocks or runner.num_slots < slots:
             self.runner = ModelRunner(self.model, num_blocks, self.block_size, num_slots=slots)
 

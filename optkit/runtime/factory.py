@@ -124,8 +124,12 @@ def embedder(artifact: Artifact, shared: SharedWeights, config: SchedulerConfig)
     """The embedder of an artifact for a CPU, whose packed weights are in ``shared``.
 
     Raises:
-        UserError: the graph has no output head.
+        UserError: the graph has no output head, or the artifact is not that of the packed weights any more.
     """
+    try:
+        artifact.check_present()
+    except UserError as error:
+        raise UserError(error.what, where="embeddings", fix="start the engine again") from error
     model = artifact.executable(shared=shared, change=hidden_graph)
     return Embedder(model, config.block_size, config.max_num_batched_tokens)
 

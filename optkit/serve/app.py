@@ -37,6 +37,7 @@ from optkit.serve.http.admission import Admission
 from optkit.serve.http.auth import AuthMiddleware, path_of
 from optkit.serve.http.error_response import error_response
 from optkit.serve.http.errors import ApiError, internal_error
+from optkit.serve.http.root_path import RootPathMiddleware
 from optkit.serve.metrics import Metrics
 from optkit.serve.openai.defaults import SamplingDefaults
 from optkit.serve.openai.prompts import PromptReader
@@ -105,8 +106,7 @@ def make_app(
     )
     requests = requests or RequestsInFlight()
     state = AppState(engine, prompts, metrics, admission, settings, constraints, tracing, requests)
-    root = settings.root_path
-    app = FastAPI(title="optkit", version=VERSION, openapi_url=None, lifespan=_lifespan, root_path=root)
+    app = FastAPI(title="optkit", version=VERSION, openapi_url=None, lifespan=_lifespan)
     app.state.parts, app.state.draining, app.state.requests = state, False, requests
     add_errors(app)
     add_routes(app, state)
@@ -120,17 +120,21 @@ def make_app(
 
 
 def guard(app: FastAPI, settings: AccessSettings) -> None:
-    """Put access control in front of ``app``."""
+    """Put access control in front of ``app``, and the path behind a proxy."""
     app.add_middleware(AuthMiddleware, settings=settings)
     if settings.allowed_origins:  # outside of the authentication: a browser asks first without the key
         origins = list(settings.allowed_origins)
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    if settings.root_path:
+        app.add_middleware(RootPathMiddleware, root_path=settings.root_path)
 
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     yield
     state: AppState = app.state.parts
+    if state.metrics.response_cache:
+        state.metrics.response_cache.store.clear()  # metrics outlive the application
     state.prompts.close()
     await state.constraints.close()
     if state.tracing:

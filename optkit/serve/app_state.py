@@ -6,6 +6,7 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
+from starlette.requests import Request
 from starlette.types import Scope
 
 from optkit.serve.constraints.checker import ConstraintChecker
@@ -76,6 +77,11 @@ class AppState:
             limit = self.settings.request_timeout
             return ApiError(f"not answered within {limit:g} s", code="request_timeout", status=504)
         return internal_error(error)
+
+
+def arrival_of(http: Request) -> float:
+    """``time.monotonic()`` at the arrival of ``http``; of a request that waited for its model, before the wait."""
+    return getattr(http.state, "arrival", None) or time.monotonic()
 
 
 def mark_complete(scope: Scope) -> None:

@@ -71,6 +71,9 @@ class AccessSettings(Protocol):
     def allowed_origins(self) -> tuple[str, ...]: ...
 
     @property
+    def root_path(self) -> str: ...
+
+    @property
     def demo(self) -> bool: ...
 
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import time
 from collections.abc import Callable
 
 from fastapi import FastAPI, Request
@@ -29,7 +28,7 @@ from fastapi.responses import JSONResponse, Response
 
 from optkit.serve.anthropic.answers import MessagesEndpoint
 from optkit.serve.anthropic.protocol import parse_count, parse_messages
-from optkit.serve.app_state import AppState
+from optkit.serve.app_state import AppState, arrival_of
 from optkit.serve.http.body import read_body
 from optkit.serve.openai import tokenize as tokens
 from optkit.serve.openai.answers import Endpoint
@@ -57,7 +56,7 @@ def add_routes(app: FastAPI, state: AppState) -> None:
 
 def _add_generation(app: FastAPI, state: AppState) -> None:
     async def reply(http: Request, parse: Callable[[bytes], Parsed]) -> Response:
-        arrival = getattr(http.state, "arrival", None) or time.monotonic()
+        arrival = arrival_of(http)
         if app.state.draining:
             raise shutting_down()
         state.admission.check()
@@ -121,7 +120,7 @@ def _add_pooling(app: FastAPI, state: AppState) -> None:
     """Add the endpoints with vectors; numpy (12 MB) is imported for the first request, beside the event loop."""
 
     async def reply(http: Request, kind: str) -> Response:
-        arrival = time.monotonic()
+        arrival = arrival_of(http)
         if app.state.draining:
             raise shutting_down()
         state.admission.check()

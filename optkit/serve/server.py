@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from optkit.errors import UserError
 from optkit.machine.heap import trim_heap
-from optkit.recipe.engine_options import engine_options
+from optkit.recipe.engine_options import EngineOptions, engine_options
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.serve import tracing
@@ -104,18 +104,30 @@ def run(
     check(options)
     with bind(options.host, options.port) as sock:
         from optkit.artifact.open import Artifact
-        from optkit.runtime.process.client import EngineClient
 
         opened = Artifact.open(artifact)
         engine = engine_options(opened.recipe, options.engine)
-        early = [launched] if launched else []
+        return serve(opened, client_maker(opened, engine, launched), options, sock, announce or print_line)
 
-        def make_client() -> EngineClient:
-            """The client of an engine; the first client takes the process that was launched early."""
-            first = early.pop() if early else None
-            return EngineClient(str(opened.directory), engine, launched=first)
 
-        return serve(opened, make_client, options, sock, announce or print_line)
+def client_maker(
+    artifact: Artifact, engine: EngineOptions, launched: Launched | None
+) -> Callable[[], EngineClient]:
+    """A maker of clients for engines of ``artifact``; the first client takes the process that was launched early.
+
+    For each later client the maker raises UserError when another artifact is in the directory: tokenizer, limits and
+    kept answers of the server are those of ``artifact``, and an engine does not check the files.
+    """
+    from optkit.runtime.process.client import EngineClient
+
+    first = [launched]
+
+    def make_client() -> EngineClient:
+        if not first:
+            artifact.check_present()
+        return EngineClient(str(artifact.directory), engine, launched=first.pop() if first else None)
+
+    return make_client
 
 
 def check(options: ServeOptions) -> None:

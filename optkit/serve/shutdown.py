@@ -21,6 +21,7 @@ from optkit.serve.http.errors import ApiError
 log = logging.getLogger("optkit.serve")
 
 FINAL_ERROR_TIMEOUT_SECONDS = 1.0  # for errors to clients that may not read
+GOODBYE_SECONDS = 1.0  # for the end of TLS by the client, which an idle client may never send
 
 
 def shutting_down() -> ApiError:
@@ -81,11 +82,12 @@ class DrainingServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening, wait for requests in flight, cut the rest after ``drain_seconds``."""
-        cutting = asyncio.create_task(self._cut_late())
+        ending = [asyncio.create_task(work) for work in (self._cut_late(), self._cut_closed())]
         try:
             await super().shutdown(sockets)
         finally:
-            cutting.cancel()
+            for task in ending:
+                task.cancel()
 
     async def _cut_late(self) -> None:
         with contextlib.suppress(TimeoutError):
@@ -96,6 +98,17 @@ class DrainingServer(uvicorn.Server):
         await self._send_final_errors()
         for connection in list(self.server_state.connections):
             connection.transport.abort()  # type: ignore[union-attr]
+
+    async def _cut_closed(self) -> None:
+        """Cut connections that were closed, have nothing to send, and wait for the client's end of TLS."""
+        earlier: set[asyncio.Transport] = set()
+        while True:
+            await asyncio.sleep(GOODBYE_SECONDS)
+            transports = [connection.transport for connection in self.server_state.connections]
+            closed = {one for one in transports if one.is_closing() and not one.get_write_buffer_size()}  # type: ignore[union-attr]
+            for transport in closed & earlier:
+                transport.abort()
+            earlier = closed
 
     async def _send_final_errors(self) -> None:
         """Wait until the errors are on their way, or for ``FINAL_ERROR_TIMEOUT_SECONDS``."""

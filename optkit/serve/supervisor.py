@@ -40,7 +40,7 @@ class EngineSupervisor:
     """A sequence of ``EngineClient``s as an engine (``optkit.serve.engine_api.AsyncEngine``).
 
     Args:
-        make_client: returns a client before its start; called again for each restart.
+        make_client: returns a client before its start; called again for each restart. A UserError is a failed restart.
 
     Attributes:
         num_restarts: engines started after the first.
@@ -189,9 +189,9 @@ class EngineSupervisor:
     async def _restart(self) -> None:
         """Start a new engine; an engine that does not start counts as dead."""
         await self._client.stop()
-        self._client = self._new_client()
         start = time.monotonic()
         try:
+            self._client = self._new_client()
             await self._client.start()
         except (EngineDied, UserError, OSError) as error:
             log.error("the engine did not come up again: %s", error)

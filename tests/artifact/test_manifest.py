@@ -192,3 +192,16 @@ def test_a_manifest_whose_words_were_changed_is_refused(made: Path) -> None:
     edit_manifest(made, lambda data: data.update(name="another"))
     with pytest.raises(UserError, match="the digest in the manifest"):
         Artifact.open(made)
+
+
+def test_another_artifact_in_the_directory_is_noticed(made: Path) -> None:
+    opened = Artifact.open(made)
+    edit_manifest(made, lambda data: data["files"]["optkit/report.json"].update(bytes=1))
+    opened.check_present()  # only measured again
+    (made / MANIFEST).rename(made / "away")
+    with pytest.raises(UserError, match="not an optkit artifact"):
+        opened.check_present()
+    (made / "away").rename(made / MANIFEST)
+    edit_manifest(made, lambda data: data.update(name="other"))
+    with pytest.raises(UserError, match="another artifact has taken the place"):
+        opened.check_present()

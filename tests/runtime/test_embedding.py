@@ -12,6 +12,7 @@ from optkit.cancellation import check_cancelled
 from optkit.graph.ir import Graph
 from optkit.graph.variants import SharedWeights
 from optkit.lowering.lower import lower
+from optkit.runtime import embedding
 from optkit.runtime.embedding import EMBEDDING_FAILED, Embedder, Embedding
 from optkit.runtime.hidden_graph import hidden_graph
 from optkit.runtime.pooling import POOLINGS, Pooling
@@ -116,6 +117,23 @@ def test_texts_of_several_messages_run_in_a_single_step() -> None:
     for name in "abcd":
         queue.add(Embedding(name, [PROMPTS[0]], "last"))
     assert len(queue.step(64)) == 4 and sizes == [4]
+
+
+def test_pool_of_a_text_longer_than_a_step_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedding, "MAX_TEXTS", 2)
+    queue = embedder(quantized(), max_tokens=16)
+    expected = queue.embed([PROMPTS[2]], "last")
+    assert queue.runner is not None
+    queue.add(Embedding("long", [PROMPTS[3]], "last"))  # 5 blocks of 8, of a step of 2
+    sizes = []
+    while queue.has_work:
+        queue.step(16)
+        sizes.append(queue.runner.num_blocks if queue.runner else 0)
+    assert sizes == [5, 5, 0]
+    queue.add(Embedding("left", [PROMPTS[3]], "last"))
+    queue.step(16)
+    assert queue.abort("left") and queue.runner is None
+    assert torch.equal(queue.embed([PROMPTS[2]], "last"), expected)
 
 
 def test_a_step_has_at_most_its_tokens() -> None:

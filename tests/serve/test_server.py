@@ -10,12 +10,15 @@ import httpx
 import psutil
 import pytest
 
+from optkit.artifact.open import Artifact
 from optkit.errors import UserError
+from optkit.recipe.engine_options import EngineOptions
 from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.serve.http.address import refuse_exposure
-from optkit.serve.server import ServeOptions, check_answers, run
+from optkit.serve.server import ServeOptions, check_answers, client_maker, run
 from tests.support.lifecycle import assert_gone, wait_ready
 from tests.support.live import PATIENCE, LiveServer
+from tests.support.sample_artifact import fake_artifact
 from tests.support.tiny_tokenizer import fast_tokenizer
 
 END_TOKEN = fast_tokenizer().encode("q").ids[0]
@@ -64,3 +67,15 @@ def test_answers_that_depend_on_the_load_are_not_for_a_response_cache() -> None:
     check_answers(SchedulerConfig(**limits))
     with pytest.raises(UserError, match="several variants"):
         check_answers(SchedulerConfig(**limits, variant_limits=(4,)))
+
+
+def test_only_the_first_engine_starts_without_a_look_at_the_artifact(tmp_path: Path) -> None:
+    artifact = Artifact.open(fake_artifact(tmp_path / "artifact"))
+    make = client_maker(artifact, EngineOptions(), None)
+    make()
+    make()
+    fake_artifact(tmp_path / "other", "other")
+    (tmp_path / "artifact").rename(tmp_path / "old")
+    (tmp_path / "other").rename(tmp_path / "artifact")
+    with pytest.raises(UserError, match="another artifact has taken the place"):
+        make()

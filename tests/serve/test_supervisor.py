@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from optkit.errors import UserError
 from optkit.runtime.process.client import EngineClient, EngineDied
 from optkit.serve import supervisor
 from optkit.serve.supervisor import EngineSupervisor, cpu_seconds
@@ -97,3 +98,27 @@ def test_whoever_waits_for_an_engine_is_woken_when_it_is_settled(
         return healthy
 
     assert asyncio.run(go()) == (end == "back")
+
+
+def test_engine_is_not_started_again_on_another_artifact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "BACKOFF_SECONDS", 0.0)
+
+    async def go() -> None:
+        first, calls = Client(), 0
+
+        def make() -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                raise UserError("another artifact has taken its place")
+            return first
+
+        watched = EngineSupervisor(make)
+        first.may_start.set()
+        await watched.start()
+        first.die()
+        await asyncio.wait_for(watched.wait_gave_up(), 60)
+        assert watched.gave_up and not watched.is_healthy and calls == 1 + supervisor.MAX_RESTARTS
+        await watched.stop()
+
+    asyncio.run(go())

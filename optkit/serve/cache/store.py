@@ -79,6 +79,11 @@ class ResponseStore:
         if answer is not None:
             self.num_bytes -= answer.num_bytes
 
+    def clear(self) -> None:
+        """Forget all kept answers."""
+        for key in list(self._answers):
+            self.remove(key)
+
     def reserve(self, size: int) -> bool:
         """Take ``size`` bytes for answers in progress, or give back; False if too many are taken."""
         if size > 0 and (self._num_reserved + size) * IN_PROGRESS > self.max_bytes:

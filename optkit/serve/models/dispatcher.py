@@ -1,7 +1,7 @@
 """The application at the port of several models: each request goes to the application of the named model.
 
-The name is ``model`` in the body, or in the query of a path without a body; without a name the first model answers,
-as with a single artifact. Access control, the limits of a body and strict JSON come first, so no refused request
+The name is ``model`` in the body, or in the query if the body has none; without a name the first model answers, as with
+a single artifact. Access control, the limits of a body and strict JSON come first, so no refused request
 loads a model. ``optkit.serve.openapi`` lists the paths. Answers on all models together are made here: the list of
 models, health, metrics.
 """
@@ -63,7 +63,7 @@ def create_dispatcher(
 
     ``app.state.draining`` set to True makes the server not ready and refuses new work with 503.
     """
-    app = FastAPI(title="optkit", version=VERSION, openapi_url=None, root_path=settings.root_path)
+    app = FastAPI(title="optkit", version=VERSION, openapi_url=None)
     app.state.draining, app.state.requests = False, requests
     add_errors(app)
     names = Names(pool)
@@ -171,7 +171,8 @@ def _add_forwarding(app: FastAPI, pool: Pool, names: Names, settings: Dispatcher
         if app.state.draining:
             raise shutting_down()
         body = await read_body(http, settings.max_body_bytes, settings.body_timeout)
-        model = names.find(parse_object(body).get("model"))
+        name = parse_object(body).get("model")
+        model = names.find(http.query_params.get("model") if name is None else name)
         return Forwarded(pool, model.name, arrival, body)
 
     async def by_query(http: Request) -> Response:
@@ -180,12 +181,22 @@ def _add_forwarding(app: FastAPI, pool: Pool, names: Names, settings: Dispatcher
             raise shutting_down()
         return Forwarded(pool, names.find(http.query_params.get("model")).name, arrival)
 
+    def forwarding(with_body: frozenset[str]) -> Callable[[Request], Awaitable[Response]]:
+        """The endpoint of a path whose methods ``with_body`` have a body."""
+
+        async def forward(http: Request) -> Response:
+            return await (by_body if http.method in with_body else by_query)(http)
+
+        return forward
+
     own = {route.path for route in app.routes}  # type: ignore[attr-defined]
-    for path, methods in document()["paths"].items():
-        for method, facts in methods.items():
-            if path not in own and path != "/v1/models/{name}":
-                endpoint = by_body if "requestBody" in facts else by_query
-                app.add_api_route(path, endpoint, methods=READ if method == "get" else [method.upper()])
+    for path, facts in document()["paths"].items():
+        if path not in own and path != "/v1/models/{name}":
+            methods = [name.upper() for name in facts] + ["HEAD"] * ("get" in facts)
+            with_body = frozenset(name.upper() for name in facts if "requestBody" in facts[name])
+            app.add_api_route(
+                path, forwarding(with_body), methods=methods
+            )  # one route: a 405 names all methods
 
 
 class Forwarded(Response):

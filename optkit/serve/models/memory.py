@@ -31,17 +31,14 @@ def estimated_bytes(artifact: Artifact, options: EngineOptions) -> int:
             where=str(artifact.directory),
             fix="give --kv-cache-bytes, such as 4GiB",
         )
-    host = options.kv_offload_bytes if options.kv_offload_bytes and not options.kv_offload_dir else 0
-    own = _weight_bytes(artifact) + options.kv_cache_bytes + host + OVERHEAD_BYTES
-    guesser = options.speculative_model
-    return own + (0 if guesser is None or guesser in GUESSERS else _guesser_bytes(Path(guesser)))
+    return _weight_bytes(artifact) + options.kv_cache_bytes + OVERHEAD_BYTES + _beside_bytes(options)
 
 
-def planned_bytes(info: EngineInfo, estimate: int) -> int:
+def planned_bytes(info: EngineInfo, artifact: Artifact, options: EngineOptions) -> int:
     """Bytes of a loaded engine: the plan, or a greater estimate."""
     plan = info.memory_plan
     known = plan.weight_bytes + plan.workspace_bytes + plan.num_bytes + plan.state_bytes
-    return max(estimate, known + OVERHEAD_BYTES)
+    return max(estimated_bytes(artifact, options), known + OVERHEAD_BYTES + _beside_bytes(options))
 
 
 def default_budget() -> int:
@@ -52,6 +49,13 @@ def default_budget() -> int:
 def _weight_bytes(artifact: Artifact) -> int:
     files = artifact.manifest["files"]
     return int(PACKED * sum(entry["bytes"] for name, entry in files.items() if name.endswith(WEIGHTS)))
+
+
+def _beside_bytes(options: EngineOptions) -> int:
+    """Bytes outside of the engine's own plan: offloaded KV in memory, and a guessing model."""
+    host = options.kv_offload_bytes if options.kv_offload_bytes and not options.kv_offload_dir else 0
+    guesser = options.speculative_model
+    return host + (0 if guesser is None or guesser in GUESSERS else _guesser_bytes(Path(guesser)))
 
 
 def _guesser_bytes(directory: Path) -> int:

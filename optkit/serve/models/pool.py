@@ -223,6 +223,8 @@ class ModelPool(Generic[M]):
             place.is_held = False
             if place.is_lost and place.is_idle:
                 self._unload(place, LOST)
+        while self._queue and self._queue[0].takes_requests:  # held back for a model that waits no more
+            self._grant(self._queue.pop(0))
         self._load_what_fits()
         if self._queue:
             self._make_room(self._queue[0])
@@ -315,7 +317,7 @@ class ModelPool(Generic[M]):
     async def _watch(self, place: Place[M]) -> None:
         """Have a lost model unloaded after the end of the requests, which get errors."""
         await place.model.wait_lost()
-        if place.state is State.LOADED:
+        if place.state is State.LOADED and not self._is_closed:
             log.error("the model %s is lost; the next request loads it again", place.model.name)
             place.is_lost = True
             self._advance()

@@ -20,13 +20,12 @@ from optkit.errors import UserError
 from optkit.machine.heap import trim_heap
 from optkit.recipe.engine_options import MAX_TOKENS, engine_options
 from optkit.runtime.info import EngineInfo
-from optkit.runtime.process.client import EngineClient
 from optkit.runtime.process.launch import Launched, launch
 from optkit.runtime.types import EngineStats
 from optkit.serve.app import make_app
 from optkit.serve.metrics import Metrics
 from optkit.serve.models.memory import estimated_bytes, planned_bytes
-from optkit.serve.server import AppParts, ServeOptions, describe_memory
+from optkit.serve.server import AppParts, ServeOptions, client_maker, describe_memory
 from optkit.serve.shutdown import RequestsInFlight
 from optkit.serve.supervisor import EngineSupervisor
 from optkit.untrusted_json import read_bounded
@@ -135,16 +134,13 @@ class ServedModel:
 
     async def _start(self, artifact: Artifact, launched: Launched) -> None:
         options = engine_options(artifact.recipe, self._options.engine)
-        early = [launched]
-
-        def make_client() -> EngineClient:
-            return EngineClient(str(artifact.directory), options, launched=early.pop() if early else None)
-
-        parts, engine = AppParts(artifact, self._options), EngineSupervisor(make_client)
+        parts = AppParts(artifact, self._options)
+        engine = EngineSupervisor(client_maker(artifact, options, launched))
         tokenizer = asyncio.create_task(asyncio.to_thread(parts.load_tokenizer))
         try:
             info = await engine.start()
             words, chat = await tokenizer
+            artifact.check_present()  # the engine and the tokenizer have read the files that were checked
             settings, defaults = parts.settings(info, self.names), parts.defaults()
             app = make_app(
                 engine, words, settings, parts.tracing(), chat, defaults, self.metrics, self._requests
@@ -155,17 +151,19 @@ class ServedModel:
             await asyncio.gather(tokenizer, return_exceptions=True)
             raise
         self.app, self.info, self._engine = app, info, engine
-        self.num_bytes = planned_bytes(info, self.num_bytes)
+        self.num_bytes = planned_bytes(info, artifact, options)
         log.info("loaded %s (%s)", self.name, describe_memory(info))
 
     async def unload(self) -> None:
         engine, closing = self._engine, self._closing
         self.app, self._closing = None, AsyncExitStack()
-        await closing.aclose()
-        if engine:
-            await engine.stop()
-            self._earlier_restarts += engine.num_restarts
-        self._engine = None
+        try:
+            await closing.aclose()
+        finally:
+            if engine:
+                await engine.stop()
+                self._earlier_restarts += engine.num_restarts
+            self._engine = None
         forget_endpoints()
         trim_heap()
         log.info("unloaded %s", self.name)

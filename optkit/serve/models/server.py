@@ -20,6 +20,7 @@ from optkit.serve.models.served import ServedModel
 from optkit.serve.process import ServerProcess, loop_factory, print_line
 from optkit.serve.server import ServeOptions, allowed_hosts, check
 from optkit.serve.shutdown import RequestsInFlight
+from optkit.text.tokenizer import read_template
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -62,9 +63,12 @@ def run_models(
     """Serve ``artifacts`` behind one port until a signal; returns the exit code.
 
     Raises:
-        UserError: as ``optkit.serve.server.run``, equal names, or a model beyond the memory budget.
+        UserError: as ``optkit.serve.server.run``, equal names, a chat template that can't be read, or a model beyond
+            the memory budget.
     """
     check(options)
+    if options.chat_template:
+        read_template(options.chat_template)
     requests = RequestsInFlight()
     models = open_models(artifacts, options, requests)
     budget = budget_of(models, memory)

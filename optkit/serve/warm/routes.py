@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from optkit.serve.app_state import AppState
+from optkit.serve.app_state import AppState, arrival_of
 from optkit.serve.http.body import read_body
 from optkit.serve.http.disconnect import until_disconnect
 from optkit.serve.shutdown import shutting_down
@@ -29,7 +28,7 @@ def add_warm_routes(app: FastAPI, state: AppState) -> None:
         if http.method != "POST":
             state.check_engine()
             return JSONResponse(await service.listing(http.state.tenant))
-        arrival = time.monotonic()
+        arrival = arrival_of(http)
         if app.state.draining:
             raise shutting_down()
         body = await read_body(http, state.settings.max_body_bytes, state.settings.body_timeout)

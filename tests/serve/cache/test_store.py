@@ -79,3 +79,14 @@ def test_answers_in_progress_take_the_memory_of_kept_ones(steps: list[tuple[int,
     for room in rooms:
         room.close()
     assert store.num_bytes == len(store) * (OVERHEAD + 90)
+
+
+def test_cleared_store_holds_only_what_is_in_progress() -> None:
+    store = ResponseStore(4096)
+    store.put(b"key", (), b"body", None)
+    room = Room(store)
+    assert room.grow(100)
+    store.clear()
+    assert (len(store), store.num_bytes, store.num_evictions) == (0, 100, 0)
+    room.close()
+    assert store.num_bytes == 0

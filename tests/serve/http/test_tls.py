@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import ssl
 import subprocess
 from pathlib import Path
@@ -54,6 +55,19 @@ def test_server_speaks_https(files: tuple[Path, Path]) -> None:
         assert answer.json()["usage"]["completion_tokens"] == 3
         with pytest.raises(httpx.TransportError):
             httpx.get(live.url.replace("https:", "http:") + "/health")
+
+
+def test_idle_client_does_not_delay_the_end(files: tuple[Path, Path]) -> None:
+    """A client with an open connection that never reads the end of TLS."""
+    own, key = files
+    server = {"ssl_certfile": str(own), "ssl_keyfile": str(key), "shutdown_timeout": 3600}
+    with (
+        LiveServer(server=server) as live,
+        httpx.Client(verify=ssl.create_default_context(cafile=str(own))) as idle,
+    ):
+        assert idle.get(f"{live.url}/health").status_code == 200
+        live.process.send_signal(signal.SIGTERM)
+        assert live.process.wait(15) == 0  # asyncio waits 30 s for the client
 
 
 def test_good_files_are_https_and_none_is_http(files: tuple[Path, Path], tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from optkit.serve.openapi import document
-from tests.support.serve_fakes import client, events
+from tests.support.serve_fakes import call, client, events, tiny_app
 from tests.support.served_fakes import FakeServer
 
 MESSAGES = [{"role": "user", "content": "Who?"}]
@@ -50,6 +50,44 @@ def test_every_documented_path_has_a_route(server: FakeServer) -> None:
             answer = server.call(method.upper(), path.replace("{name}", "one"), json={})
             assert answer.status_code != 405 and "no such path" not in answer.text, (method, path)
     assert "no such path" in server.call("GET", "/v1/nowhere").text
+
+
+def test_name_in_the_query_counts_where_the_body_has_none(server: FakeServer) -> None:
+    body = {"prompt": "Who?"}
+    for more, model in (({}, "two"), ({"model": None}, "two"), ({"model": "one"}, "one")):
+        assert (
+            server.post("/v1/completions?model=two", body | more).json()["choices"][0]["text"]
+            == f"I am {model}"
+        )
+    assert server.post("/v1/completions?model=three", body).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [
+        ("/v1/cache/warm", {"GET", "HEAD", "POST", "OPTIONS"}),
+        ("/v1/cache/warm/mine", {"DELETE", "OPTIONS"}),
+        ("/v1/models/one", {"GET", "HEAD", "OPTIONS"}),
+        ("/score", {"POST", "OPTIONS"}),
+    ],
+)
+def test_every_method_of_a_path_is_allowed_as_with_one_artifact(
+    server: FakeServer, path: str, methods: set[str]
+) -> None:
+    single = call(tiny_app(), "OPTIONS", path)
+    for method, status in (("OPTIONS", 204), ("PUT", 405)):
+        answer = server.call(method, path)
+        assert (answer.status_code, set(answer.headers["allow"].split(", "))) == (status, methods)
+    assert set(single.headers["allow"].split(", ")) == methods
+    assert (server.one.loads, server.two.loads) == (0, 0)
+
+
+def test_wait_for_a_model_counts_in_the_time_of_embeddings(server: FakeServer) -> None:
+    server.two.load_seconds = 0.3
+    assert server.post("/v1/embeddings", {"model": "two", "input": "cat"}).status_code == 200
+    name = "optkit:embedding_request_seconds_sum"
+    registry = server.two.metrics.registry
+    assert registry.get_sample_value(name, {"model_name": "two", "engine": "1"}) >= 0.3  # type: ignore[operator]
 
 
 def test_without_a_name_it_is_the_first_model(server: FakeServer) -> None:
@@ -107,6 +145,16 @@ def test_key_is_checked_before_a_model_is_loaded_and_keeps_tenants_apart(server:
         assert answer.headers.get_list("x-request-id") == ["mine"]
     first, second = server.two.engine.requests
     assert first.cache_salt != second.cache_salt
+
+
+@pytest.mark.parametrize("server", [{"root_path": "/llm"}], indirect=True)
+@pytest.mark.parametrize("prefix", ["", "/llm"])
+def test_paths_work_with_the_root_path_and_without(server: FakeServer, prefix: str) -> None:
+    body = {"model": "two", "prompt": "Who?"}
+    assert server.post(f"{prefix}/v1/completions", body).json()["model"] == "two"
+    assert server.call("GET", f"{prefix}/v1/models/two").status_code == 200
+    assert server.post(f"{prefix}/v1/messages", {"model": "three"}).json()["type"] == "error"
+    assert server.call("GET", f"{prefix}{prefix}x/health").status_code == 404
 
 
 def test_list_of_models_has_their_states(server: FakeServer) -> None:

@@ -50,5 +50,9 @@ def test_plan_of_the_engine_counts_where_it_is_greater() -> None:
         weight_bytes=100, workspace_bytes=20, state_bytes=3,
     )  # fmt: skip
     info = EngineInfo(config=SchedulerConfig(max_model_len=64, num_blocks=4), memory_plan=plan, vocab_size=8)
-    assert planned_bytes(info, 0) == 153 + OVERHEAD_BYTES
-    assert planned_bytes(info, 2 * OVERHEAD_BYTES) == 2 * OVERHEAD_BYTES
+    empty = SimpleNamespace(directory=Path("somewhere"), manifest={"files": {}})
+    assert planned_bytes(info, empty, EngineOptions(kv_cache_bytes=30)) == 153 + OVERHEAD_BYTES  # type: ignore[arg-type]
+    beside = EngineOptions(kv_cache_bytes=30, kv_offload_bytes=7)  # is not in the plan
+    assert planned_bytes(info, empty, beside) == 160 + OVERHEAD_BYTES  # type: ignore[arg-type]
+    large = EngineOptions(kv_cache_bytes=5)
+    assert planned_bytes(info, artifact(), large) == estimated_bytes(artifact(), large)

@@ -229,6 +229,30 @@ def test_held_back_requests_go_on_when_the_waiting_one_gives_up(world: World) ->
     held.finish()
 
 
+def test_model_behind_held_back_requests_gets_room_when_the_first_gives_up() -> None:
+    world = World(a=6, big=10, idle=3, c=4)
+    world.serve("idle")
+    busy, big = world.ask("a"), world.ask("big")
+    world.loop.pass_time(LIMITS.patience + 1)
+    held, behind = world.ask("a"), world.ask("c")
+    assert not held.has_model
+    big.cancel()
+    assert held.has_model
+    world.loop.pass_time(STOP_SECONDS + LOAD_SECONDS)
+    assert behind.has_model  # the idle model has made room, without waiting for the busy one
+    for one in (busy, held, behind):
+        one.finish()
+    world.end()
+
+
+def test_end_of_the_server_is_no_loss_of_a_model(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.serve("a")
+    world.pool.refuse()
+    world.models["a"].lose()  # as a second signal does
+    world.loop.settle()
+    assert "is lost" not in caplog.text
+
+
 def test_small_model_passes_a_big_one_that_waits(world: World) -> None:
     busy, big = world.ask("a"), world.ask("big")
     world.loop.pass_time(1)

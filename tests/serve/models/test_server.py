@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -168,6 +169,44 @@ def test_end_stops_all_engines(artifacts: dict[str, Path], expected: dict[str, l
     assert_gone(engines)
 
 
+def test_artifact_in_the_place_of_another_is_served_from_its_own_load_on(
+    artifacts: dict[str, Path], expected: dict[str, list[int]], tmp_path: Path
+) -> None:
+    """Never an engine of one artifact behind tokenizer and kept answers of the other."""
+    place = tmp_path / "place"
+    shutil.copytree(artifacts["first"], place)
+    server = Served({"it": place}, "--memory-budget", "4GiB", "--response-cache", "1MiB")
+    try:
+        assert [server.tokens("it"), server.tokens("it")] == [expected["first"]] * 2
+        shutil.rmtree(place)
+        shutil.copytree(artifacts["second"], place)
+        assert server.tokens("it") == expected["first"]  # loaded before, and kept
+        embeddings = {"model": "it", "input": PROMPT}
+        refused = httpx.post(f"{server.url}/v1/embeddings", json=embeddings, timeout=PATIENCE)
+        assert refused.status_code == 400 and "another artifact" in refused.json()["error"]["message"]
+        assert str(tmp_path) not in refused.text
+        server.engines()[0].kill()
+        wait_until(lambda: server.states()["it"] == "unloaded")
+        answer = server.ask("it")
+        assert answer.headers["x-optkit-cache"] == "miss"
+        assert answer.json()["choices"][0]["token_ids"] == expected["second"]
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+def test_signal_during_a_load_leaves_no_process(artifacts: dict[str, Path]) -> None:
+    server = Served(artifacts, "--memory-budget", "4GiB")
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(server.ask, "first")
+        wait_until(lambda: server.states()["first"] == "loading" and len(server.engines()) > 0)
+        engines = server.engines()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(PATIENCE) == 0
+        assert_gone(engines)
+        assert asked.result().json()["error"]["code"] == "server_shutdown"
+
+
 def models(artifacts: list[NamedArtifact], **options: Any) -> list[Any]:
     return open_models(artifacts, ServeOptions(**options), RequestsInFlight())
 
@@ -192,6 +231,12 @@ def test_model_beyond_the_budget_is_refused_at_the_start(artifacts: dict[str, Pa
     found = models([NamedArtifact(artifacts["first"], "one")])
     with pytest.raises(UserError, match=r"one needs about 257 MiB, the budget is 100 MiB"):
         check_budget(found, 100 << 20, given=True)
+
+
+def test_missing_chat_template_is_told_at_the_start(artifacts: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="the chat template cannot be read"):
+        options = ServeOptions(port=0, chat_template=tmp_path / "none.jinja")
+        run_models([NamedArtifact(artifacts["first"])], options, PoolOptions())
 
 
 def test_no_artifact_is_refused_at_the_start(tmp_path: Path) -> None:
