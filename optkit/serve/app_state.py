@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from dataclasses import dataclass, field
 
@@ -17,7 +18,9 @@ from optkit.serve.metrics import Metrics
 from optkit.serve.openai.prompts import PromptReader
 from optkit.serve.openai.protocol import GenerationRequest
 from optkit.serve.shutdown import RequestsInFlight, shutting_down
-from optkit.serve.tracing import Tracing
+from optkit.serve.tracing import SpanRecord, Tracing
+
+log = logging.getLogger("optkit.serve")
 
 COMPLETE = "answer_is_complete"  # in the state of a scope
 
@@ -77,6 +80,23 @@ class AppState:
             limit = self.settings.request_timeout
             return ApiError(f"not answered within {limit:g} s", code="request_timeout", status=504)
         return internal_error(error)
+
+    def log_answered(self, done: SpanRecord, tenant: str, **more: object) -> None:
+        """Write the line of an ended request in the log, and the span of the trace.
+
+        Args:
+            more: further fields of the line.
+        """
+        if self.tracing:
+            self.tracing.record(done)
+        event = {
+            "id": done.reply_id,
+            "outcome": done.outcome,
+            "seconds": round(time.monotonic() - done.arrival, 3),
+            "tenant": tenant,
+            "prompt_tokens": done.num_prompt,
+        }
+        log.info("request", extra={"event": event | more})
 
 
 def arrival_of(http: Request) -> float:

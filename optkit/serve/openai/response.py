@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
@@ -33,8 +32,6 @@ from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, Generat
 from optkit.serve.openai.sources import deltas_of
 from optkit.serve.shutdown import FINAL_ERROR_TIMEOUT_SECONDS
 from optkit.serve.tracing import SpanRecord
-
-log = logging.getLogger("optkit.serve")
 
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -112,20 +109,11 @@ class GenerationResponse(Response):
     def _log(self) -> None:
         """The line in the log, and the span of the trace."""
         done = self._record
-        if self._state.tracing:
-            self._state.tracing.record(done)
-        event = {
-            "id": done.reply_id,
-            "outcome": done.outcome,
-            "stream": bool(self._request.stream),
-            "seconds": round(time.monotonic() - self._sender.arrival, 3),
-            "tenant": self._sender.tenant,
-            "prompt_tokens": done.num_prompt,
-            "completion_tokens": done.num_output,
-        }
-        if done.first:  # of the first choice: the parts of its time to first token
-            event |= {name: round(value, 4) for name, value in msgspec.structs.asdict(done.first).items()}
-        log.info("request", extra={"event": event})
+        # of the first choice: the parts of its time to first token
+        parts = msgspec.structs.asdict(done.first) if done.first else {}
+        times = {name: round(value, 4) for name, value in parts.items()}
+        stream, output = bool(self._request.stream), done.num_output
+        self._state.log_answered(done, self._sender.tenant, stream=stream, completion_tokens=output, **times)
 
     async def _generate_and_send(self, wire: Wire) -> None:
         request, state = self._request, self._state

@@ -7,7 +7,6 @@ client ends the request: the message at hand is dropped from the engine's queue.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -26,8 +25,6 @@ from optkit.serve.pooling.protocol import DEFAULT_POOLING, MAX_TOTAL_TOKENS, Poo
 from optkit.serve.pooling.tasks import Inputs, PoolingTask
 from optkit.serve.pooling.vectors import Vectors
 from optkit.serve.tracing import SpanRecord
-
-log = logging.getLogger("optkit.serve")
 
 INLINE_NUMBERS = 1 << 14  # of an answer; more are written in a thread
 
@@ -74,7 +71,7 @@ class PoolingResponse(Response):
             record.outcome = failure.code or "error"
             raise failure from error
         finally:
-            self._log()
+            self._state.log_answered(self._record, self._tenant)
 
     async def _body(self) -> bytes:
         """The JSON of the answer."""
@@ -113,19 +110,6 @@ class PoolingResponse(Response):
             if len(ids) > limit:
                 raise too_long(limit, len(ids), param)
         return cut
-
-    def _log(self) -> None:
-        done = self._record
-        if self._state.tracing:
-            self._state.tracing.record(done)
-        event = {
-            "id": done.reply_id,
-            "outcome": done.outcome,
-            "seconds": round(time.monotonic() - self._arrival, 3),
-            "tenant": self._tenant,
-            "prompt_tokens": done.num_prompt,
-        }
-        log.info("request", extra={"event": event})
 
 
 async def embedded(state: AppState, texts: Sequence[Sequence[int]], pooling: Pooling) -> Vectors:
