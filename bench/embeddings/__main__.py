@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.bounds import beyond, print_numbers
 from bench.embeddings import measure
 from optkit.artifact.open import Artifact
 from optkit.bench.environment import environment
@@ -53,9 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("the part fidelity needs --model")
     result = run(args.artifact, args.model, parts, args.rounds)
     missed = missed_bounds(result)
-    for name, value in result.items():
-        if isinstance(value, int | float):
-            print(f"{name:34} {value:12.6f}{'   MISSED' * (name in missed)}")
+    print_numbers(result, missed, 34, "12.6f")
     if args.save_result:
         content = {"kind": "embeddings", "environment": environment(), "missed": missed, **result}
         args.save_result.write_text(json.dumps(content) + "\n")
@@ -81,8 +80,7 @@ def run(artifact: str, model: str | None, parts: Sequence[str], rounds: int) -> 
 
 def missed_bounds(result: dict[str, Any]) -> list[str]:
     """The names of the results beyond their bounds."""
-    over = [name for name, bound in MOST.items() if name in result and result[name] > bound]
-    return over + [name for name, bound in LEAST.items() if name in result and result[name] < bound]
+    return beyond(result, MOST, LEAST)
 
 
 if __name__ == "__main__":

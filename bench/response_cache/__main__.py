@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.bounds import beyond, print_numbers
 from bench.response_cache import measure
 from optkit.bench.environment import environment
 from optkit.bench.servers import free_port, optkit_command, running
@@ -43,9 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with running(command, port) as url:
         result = measure.run(url, args.rounds)
     missed = missed_bounds(result)
-    for name, value in result.items():
-        if isinstance(value, int | float):
-            print(f"{name:28} {value:10.3f}{'   MISSED' * (name in missed)}")
+    print_numbers(result, missed, 28, "10.3f")
     if args.save_result:
         content = {"kind": "response-cache", "environment": environment(), "missed": missed, **result}
         args.save_result.write_text(json.dumps(content) + "\n")
@@ -54,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def missed_bounds(result: dict[str, object]) -> list[str]:
     """The names of the results beyond their bounds."""
-    return [name for name, bound in MOST.items() if float(str(result[name])) > bound]
+    return beyond(result, MOST)
 
 
 if __name__ == "__main__":

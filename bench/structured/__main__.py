@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import optkit
+from bench.bounds import beyond, print_numbers
 from bench.structured import calls, neighbours, speed, suite, validity
 from optkit.artifact.open import Artifact
 from optkit.bench.environment import environment
@@ -65,9 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with optkit.load(args.artifact, generation_config="none") as llm:
             result |= calls.run(llm.chat, args.calls)
     missed = missed_bounds(result)
-    for name, value in result.items():
-        if isinstance(value, int | float):
-            print(f"{name:30} {value:10.3f}{'   MISSED' * (name in missed)}")
+    print_numbers(result, missed, 30, "10.3f")
     for name in ("wrong", "suite: wrong", "calls: wrong"):
         for problem in result.get(name, []):
             print("invalid:", *problem)
@@ -104,8 +103,7 @@ def measure(
 
 def missed_bounds(result: dict[str, Any]) -> list[str]:
     """The names of the results beyond their bounds."""
-    over = [name for name, bound in MOST.items() if name in result and result[name] > bound]
-    return over + [name for name, bound in LEAST.items() if name in result and result[name] < bound]
+    return beyond(result, MOST, LEAST)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.bounds import beyond, print_numbers
 from bench.warm import baked, typing_ahead
 from optkit.bench.environment import environment, load_average
 from optkit.errors import UserError
@@ -79,10 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result |= typing_ahead.run(args.artifact, args.messages, args.tokens, args.pace, args.clients)
     missed = missed_bounds(result)
     loads = {"load_average_before": before["load_average"], "load_average_after": load_average()}
-    for name, value in result.items():
-        if isinstance(value, int | float):
-            bound = f"   at most {MOST[name]:g}" if name in MOST else ""
-            print(f"{name:38} {value:14.3f}{bound}{'   MISSED' * (name in missed)}")
+    print_numbers(result, missed, 38, "14.3f", MOST)
     print(
         f"rounds {args.rounds}, messages {args.messages};",
         *(f"{key} {value}" for key, value in loads.items()),
@@ -96,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def missed_bounds(result: dict[str, Any]) -> list[str]:
     """The names of the results beyond their bounds."""
-    return [name for name, bound in MOST.items() if name in result and not result[name] <= bound]
+    return beyond(result, MOST)
 
 
 if __name__ == "__main__":
