@@ -12,6 +12,7 @@ larger than ``TOLERANCE``.
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -53,6 +54,7 @@ def check_reopened(directory: Path, graph: Graph, target: Target, dtype: torch.d
     lowered = lower_with_code(graph, target, native=directory / NATIVE, dtype=dtype, streamed=streamed)
     expected = probe_logits(lowered)
     del lowered
+    gc.collect()  # modules of torch.fx are cycles, and the new process needs the memory
     given = reopened_logits(directory)
     if given.shape != expected.shape:
         raise differs(f"its logits are {list(given.shape)}, those measured {list(expected.shape)}")

@@ -56,11 +56,10 @@ class PassJudge:
         m = self.measurement
         if not build_code(candidate, record, m.recipe, m.target, m.progress):
             return before
-        lowered = m.measure_costs(record, before, candidate)
+        self.measure(record, before, candidate)
         if loss(record) and self.judges_speed(record):
             record.decided("rolled back", loss(record))
             return before
-        self.measure_quality(record, before, candidate, lowered)
         bounds, evidence = self.bounds(record), self.evidence(record)
         kept, reason = decide(bounds, evidence)
         record.decided("kept" if kept else "rolled back", reason + self.remark(record))
@@ -70,6 +69,15 @@ class PassJudge:
         if sites and missed_quality(bounds, evidence):
             return self.fall_back(before, candidate, record, sites)
         return before
+
+    def measure(self, record: PassRecord, before: Graph, after: Graph) -> None:
+        """Write costs and quality of ``after`` into ``record``; no quality where the costs decide.
+
+        The lowered weights are not kept: the weights of the next measurement take their place.
+        """
+        lowered = self.measurement.measure_costs(record, before, after)
+        if not (loss(record) and self.judges_speed(record)):
+            self.measure_quality(record, before, after, lowered)
 
     def evidence(self, record: PassRecord) -> Evidence:
         """The evidence in ``record``; without a loss of the objective where the loss does not decide."""
@@ -116,8 +124,7 @@ class PassJudge:
         for chosen in fallback.choices(losses, excess_share(bounds, Evidence.of(record))):
             self.measurement.progress(f"{record.name}: {len(chosen)} of {len(losses)} layers back in float")
             reduced = fall_back(candidate, set(chosen))
-            lowered = self.measurement.measure_costs(trial, before, reduced)
-            self.measure_quality(trial, before, reduced, lowered)
+            self.measure(trial, before, reduced)
             kept, held = decide(bounds, self.evidence(trial))
             if kept:
                 record.take_evidence(trial)
