@@ -57,20 +57,40 @@ async def _run(url: str, model: str, workload: RequestSchedule, api_key: str | N
         base_url=url, timeout=TIMEOUT, limits=pool, headers=headers, trust_env=False
     ) as http:
         start = clock()
-        tasks = [_paced(http, model, request, start, slots) for request in workload.requests]
-        return list(await asyncio.gather(*tasks))
+        tasks = [_paced(http, model, turns, start, slots) for turns in conversations(workload.requests)]
+        records = [record for turns in await asyncio.gather(*tasks) for record in turns]
+    return sorted(records, key=lambda record: record.index)
+
+
+def conversations(requests: Sequence[BenchRequest]) -> list[list[BenchRequest]]:
+    """Requests that wait for each other, in order; a request that waits for none begins a list of its own."""
+    found: dict[int, list[BenchRequest]] = {}
+    for request in requests:
+        found[request.index] = found.pop(request.after) if request.after is not None else []
+        found[request.index].append(request)
+    return list(found.values())
 
 
 async def _paced(
-    http: httpx.AsyncClient, model: str, request: BenchRequest, start: float, slots: asyncio.Semaphore
-) -> RequestRecord:
-    """Wait for the arrival time and a free slot, then send. The semaphore is first come, first served."""
-    due = start + request.arrival
+    http: httpx.AsyncClient,
+    model: str,
+    turns: Sequence[BenchRequest],
+    start: float,
+    slots: asyncio.Semaphore,
+) -> list[RequestRecord]:
+    """Wait for the arrival time and a free slot, then send all turns, each at the end of the turn before.
+
+    The semaphore is first come, first served. A turn is due when the turn before has ended.
+    """
+    due = start + turns[0].arrival
     await asyncio.sleep(max(0.0, due - clock()))
+    records = []
     async with slots:
-        record = await send(http, model, request)
-    record.scheduled = due
-    return record
+        for request in turns:
+            record = await send(http, model, request)
+            record.scheduled, due = due, clock()
+            records.append(record)
+    return records
 
 
 async def send(http: httpx.AsyncClient, model: str, request: BenchRequest) -> RequestRecord:
@@ -155,7 +175,7 @@ def _take_usage(record: RequestRecord, usage: dict[str, Any]) -> None:
 
 
 def problems(records: Sequence[RequestRecord], workload: RequestSchedule) -> list[str]:
-    """Reasons against comparing the records: wrong prompt or output lengths, cache hits."""
+    """Reasons against comparing the records: wrong prompt or output lengths, cache hits of a load without prefixes."""
     lines = []
     for record, request in zip(records, workload.requests, strict=True):
         if not record.ok:
@@ -168,6 +188,6 @@ def problems(records: Sequence[RequestRecord], workload: RequestSchedule) -> lis
             lines.append(
                 f"request {record.index}: {record.tokens} output tokens, asked for {request.output_len}"
             )
-        if record.cached_tokens:
+        if record.cached_tokens and not workload.config.shares_prefixes:
             lines.append(f"request {record.index}: {record.cached_tokens} prompt tokens came from a cache")
     return lines

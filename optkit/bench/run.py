@@ -90,9 +90,10 @@ def warmups(
     """A workload of ``count`` warm-up requests with separate prompts; None for no requests."""
     if count < 1:
         return None
-    values = config.to_dict() | {"num_prompts": count, "seed": config.seed + 1_000_003, "request_rate": None}
-    values["max_concurrency"] = config.max_concurrency or 1
-    return workload.build(workload.WorkloadConfig(**values), ids)
+    few = workload.WorkloadConfig(
+        count, config.input_len, config.output_len, config.max_concurrency or 1, seed=config.seed + 1_000_003
+    )
+    return workload.build(few, ids)
 
 
 def _start(side: Side, stack: ExitStack, progress: Progress) -> str:
