@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from optkit.bench.client_load import ClientLoad, ClientMonitor
 from optkit.bench.records import Chunk, RequestRecord, clock
 from optkit.bench.workload import BenchRequest, RequestSchedule
 
@@ -35,6 +36,13 @@ def run_workload(
     url: str, model: str, workload: RequestSchedule, api_key: str | None = None
 ) -> list[RequestRecord]:
     """Send all of ``workload`` to ``url`` (``http://host:port``). Return a record per request, in order."""
+    return run_watched(url, model, workload, api_key)[0]
+
+
+def run_watched(
+    url: str, model: str, workload: RequestSchedule, api_key: str | None = None
+) -> tuple[list[RequestRecord], ClientLoad]:
+    """``run_workload`` with the client's own load during the run."""
     return blocking(_run(url, model, workload, api_key))
 
 
@@ -48,18 +56,23 @@ def blocking(work: Coroutine[Any, Any, Result]) -> Result:
         return thread.submit(asyncio.run, work).result()
 
 
-async def _run(url: str, model: str, workload: RequestSchedule, api_key: str | None) -> list[RequestRecord]:
+async def _run(
+    url: str, model: str, workload: RequestSchedule, api_key: str | None
+) -> tuple[list[RequestRecord], ClientLoad]:
     limit = workload.config.max_concurrency or len(workload.requests)
     slots = asyncio.Semaphore(limit)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     pool = httpx.Limits(max_connections=limit, max_keepalive_connections=limit)
-    async with httpx.AsyncClient(
-        base_url=url, timeout=TIMEOUT, limits=pool, headers=headers, trust_env=False
-    ) as http:
+    async with (
+        httpx.AsyncClient(
+            base_url=url, timeout=TIMEOUT, limits=pool, headers=headers, trust_env=False
+        ) as http,
+        ClientMonitor() as monitor,
+    ):
         start = clock()
         tasks = [_paced(http, model, turns, start, slots) for turns in conversations(workload.requests)]
         records = [record for turns in await asyncio.gather(*tasks) for record in turns]
-    return sorted(records, key=lambda record: record.index)
+    return sorted(records, key=lambda record: record.index), monitor.measured()
 
 
 def conversations(requests: Sequence[BenchRequest]) -> list[list[BenchRequest]]:

@@ -8,6 +8,7 @@ decides all prompts and arrivals: all sides get the same ids at the same offsets
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
@@ -33,7 +34,7 @@ class WorkloadConfig:
 
     ``request_rate`` None is a closed loop: ``max_concurrency`` clients without pauses. With a rate (requests/s)
     arrivals are a gamma process with shape ``burstiness``, an open loop (1: Poisson); ``max_concurrency`` then bounds
-    the requests in flight, and None means no bound.
+    the requests in flight, and None means no bound. An infinite rate sends all at once.
 
     Attributes:
         num_prompts: requests of a round; with ``turns``, all turns of all conversations.
@@ -64,10 +65,17 @@ class WorkloadConfig:
         """True where prompts have prefixes in common, so hits of a prefix cache are expected."""
         return bool(self.shared_prefix_len or self.turns > 1 or self.trace)
 
+    @property
+    def open_loop(self) -> bool:
+        """True where arrivals do not wait for answers."""
+        return math.isfinite(self.request_rate) if self.request_rate is not None else self.trace is not None
+
     def check(self) -> None:
         for name in POSITIVE:
             value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
+            if value is not None and not (
+                0 < value < math.inf or (name == "request_rate" and value == math.inf)
+            ):
                 raise UserError(f"{name} must be positive, not {value}", where="workload")
         if self.shared_prefix_len < 0:
             raise UserError(
@@ -101,8 +109,18 @@ class WorkloadConfig:
         """The same requests in an open loop at ``rate``: the same arrivals, faster or slower."""
         return replace(self, request_rate=rate, max_concurrency=None)
 
+    def closed(self, concurrency: int | None) -> WorkloadConfig:
+        """The same requests without arrival times: ``concurrency`` at a time, or all at once."""
+        return replace(self, request_rate=math.inf, max_concurrency=concurrency, burstiness=1.0)
+
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """JSON data; an infinite rate is the text ``inf``."""
+        return asdict(self) | ({"request_rate": "inf"} if self.request_rate == math.inf else {})
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> WorkloadConfig:
+        rate = data["request_rate"]
+        return cls(**{**data, "request_rate": None if rate is None else float(rate)})
 
 
 @dataclass(frozen=True)
@@ -132,13 +150,16 @@ def text_ids(tokenizer: Encoder) -> list[int]:
     return list(tokenizer(load_text("evaluation"), add_special_tokens=False).input_ids)
 
 
-def build(config: WorkloadConfig, ids: Sequence[int], round_: int = 0) -> RequestSchedule:
+def build(
+    config: WorkloadConfig, ids: Sequence[int], round_: int = 0, arrival_round: int | None = None
+) -> RequestSchedule:
     """The workload of a round. Rounds differ in prompts; sides of a round do not.
 
     Args:
         config: lengths, count, arrivals, seed.
         ids: tokens to cut prompts from (``text_ids``).
         round_: number of the round, from 0.
+        arrival_round: the round with the arrivals, for the same arrivals with fresh prompts; by default ``round_``.
 
     Raises:
         UserError: a number is not positive, options contradict each other, the text is too short, or the trace can't
@@ -146,15 +167,16 @@ def build(config: WorkloadConfig, ids: Sequence[int], round_: int = 0) -> Reques
     """
     config.check()
     source = PromptSource(ids, config.seed, round_)
+    starts = _arrivals(config, round_ if arrival_round is None else arrival_round)
     if config.trace:
         requests = _traced(config, source, read_trace(config.trace, config.num_prompts))
     elif config.turns > 1:
-        requests = _conversations(config, source, _arrivals(config, round_))
+        requests = _conversations(config, source, starts)
     else:
         prompts = with_prefixes(
             source, config.num_prompts, config.input_len, config.shared_prefix_len, config.num_prefixes
         )
-        rows = zip(prompts, _arrivals(config, round_), strict=True)
+        rows = zip(prompts, starts, strict=True)
         requests = [BenchRequest(i, prompt, config.output_len, at) for i, (prompt, at) in enumerate(rows)]
     return RequestSchedule(config, tuple(requests))
 
