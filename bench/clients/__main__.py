@@ -32,7 +32,7 @@ BOUND = 0.05
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = {
     "guidellm": ROOT / ".clients" / "bin" / "guidellm",
-    "aiperf": ROOT / ".aiperf" / "bin" / "aiperf",
+    "aiperf": ROOT / ".peers" / "aiperf" / "bin" / "aiperf",
 }
 RUN: dict[str, Callable[[Path, Target, Load, Path], Numbers]] = {
     "guidellm": tools.guidellm,

@@ -361,9 +361,10 @@ def _print(report: BenchReport, as_json: bool) -> None:
     from optkit.bench.table import legend, table
 
     result = report.result
-    for line in result.problems()[:10]:
+    doubts = result.validity().doubts
+    for line in [line for line in result.problems() if line not in doubts][:10]:
         console.warn(line)
-    for doubt in result.validity().doubts:
+    for doubt in doubts:
         console.warn(f"do not trust this: {doubt}")
     if as_json:
         console.print_json(result.to_dict())
