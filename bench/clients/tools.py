@@ -112,9 +112,10 @@ def aiperf(program: Path, target: Target, load: Load, folder: Path) -> Numbers:
     command += ["--endpoint-type", "completions", "--tokenizer", str(target.tokenizer)]
     command += ["--input-file", str(data), "--custom-dataset-type", "single_turn"]
     command += ["--dataset-sampling-strategy", "sequential", "--request-count", str(len(load.texts))]
-    command += ["--concurrency", str(load.concurrency), "--output-tokens-mean", str(load.output_len)]
-    command += ["--extra-inputs", json.dumps({"ignore_eos": True, "temperature": 0})]
-    command += ["--use-server-token-count", "--ui", "none", "--artifact-dir", str(folder / "aiperf")]
+    more = {"max_tokens": load.output_len, "ignore_eos": True, "temperature": 0}
+    command += ["--concurrency", str(load.concurrency), "--extra-inputs", json.dumps(more)]
+    command += ["--use-server-token-count", "--no-gpu-telemetry", "--no-server-metrics", "--ui", "none"]
+    command += ["--artifact-dir", str(folder / "aiperf")]
     run("aiperf", command, folder)
     (report,) = (folder / "aiperf").rglob("profile_export_aiperf.json")
     return of_aiperf(json.loads(report.read_text()), len(load.texts))

@@ -53,7 +53,9 @@ def test_a_report_reads_medians_and_verdicts_of_paired_rounds() -> None:
     worse = Verdict("ttft", "b", (1.2, 1.3))
     report = BenchReport(made(), verdicts=(worse,))
     assert report.median("ttft") == 2000.0 and report.median("ttft", side="b") == 6000.0
-    assert report.exit_code == 4 and report.lines() == [worse.line()]
+    assert report.exit_code == 4 and report.lines()[-1] == worse.line()
+    assert report.lines()[0].startswith("do not trust this: a: a p95 of 3 requests")
+    assert report.intervals() == ["no intervals: an interval needs 6 rounds, 3 were run (--rounds 6)"]
     assert BenchReport(made(), ("p95",), (worse,)).exit_code == 3
     assert BenchReport(made(), verdicts=(Verdict("ttft", "b", (0.5, 1.3)),)).exit_code == 0
 
@@ -96,7 +98,7 @@ def test_assertions_decide_the_exit_code_and_sides_are_compared() -> None:
         ({"url": "http://x", "rounds": 0}, "at least one round"),
         ({"url": "http://x", "slo": {"tft": 1}}, "unknown metric: tft"),
         ({"artifact": "/nowhere"}, "no such artifact"),
-        ({"url": "http://x", "assertions": ["ttft<3"]}, "this is no assertion"),
+        ({"url": "http://x", "assertions": ["ttft<3"]}, "did you mean 'ttft_p95'"),
         ({"url": "http://x", "assertions": ["ttft_p50<1x old"]}, "no side 'old'"),
         ({"url": "http://x", "turns": 3}, "no whole number of conversations"),
         ({"url": "http://x", "against": ["/nowhere"]}, "no such artifact"),

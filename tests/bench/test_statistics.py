@@ -75,7 +75,7 @@ def test_mean_interval_is_made_of_subset_means() -> None:
     found = mean_interval(values)
     assert found is not None and found.count == 7
     assert (found.low, found.high) == pytest.approx((means[2], means[-3]))  # 0.025 of 128 is 3.2
-    assert found.low < found.estimate == pytest.approx(0.2) < found.high
+    assert found.low < found.estimate < found.high and found.estimate == pytest.approx(0.2)
 
 
 def test_mean_interval_needs_six_rounds() -> None:
