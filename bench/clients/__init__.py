@@ -1,1 +1,1 @@
-"""Other load generators, unmodified, against ``optkit bench`` on one server: the same load, the same formulas."""
+"""Further load generators, unmodified, beside ``optkit bench`` on a server: the same load, the same formulas."""

@@ -1,10 +1,10 @@
-"""guidellm and aiperf, unmodified, beside ``optkit bench`` on one server of an artifact.
+"""guidellm and aiperf, unmodified, beside ``optkit bench`` on a server of an artifact.
 
     make load-clients
     python -m bench.clients artifact/
 
-In each round every tool sends prompts of its own, of equal lengths, in turn with the others; optkit's client runs once
-for each tool, with the tool's formulas. Compared are the medians over rounds of the ratios to optkit's numbers of the
+In each round every tool sends own prompts of equal lengths, in turn; optkit's client runs once for each tool, with the
+tool's formulas. Compared are the medians over rounds of the ratios to optkit's numbers of the
 same round: mean TTFT, mean inter-token latency, output tokens per second. Exit code 1: a ratio is off by more than 5 %.
 """
 
@@ -86,7 +86,7 @@ def off(ratio: float) -> bool:
 
 
 def measured(target: Target, names: Sequence[str], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The numbers of each tool, and of optkit's client beside it, for each round."""
+    """The numbers of each tool and of optkit's client, for each round."""
     tokenizer = load_tokenizer(str(target.tokenizer))
     ids = text_ids(tokenizer)
     rows = []
@@ -105,7 +105,7 @@ def measured(target: Target, names: Sequence[str], args: argparse.Namespace) -> 
 def beside(
     name: str, program: Path, target: Target, both: tuple[Load, Load], tool_first: bool
 ) -> dict[str, Any]:
-    """The numbers of a tool and of optkit's client, one after the other, and their ratio."""
+    """The numbers of a tool, then of optkit's client or the reverse, with the ratio."""
     with tempfile.TemporaryDirectory() as folder:
         first = RUN[name](program, target, both[0], Path(folder)) if tool_first else None
         own = tools.optkit(target, both[1], name)

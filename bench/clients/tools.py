@@ -1,4 +1,4 @@
-"""The load generators: how each is run on a file of prompts, and the numbers of its report.
+"""The load generators: commands on a file of prompts, and the numbers of the reports.
 
 Every tool sends the same number of prompts of the same lengths to ``/v1/completions``, greedy, to the full length, by
 ``concurrency`` clients without pauses. guidellm and aiperf send text; the texts were chosen to become the same number
@@ -33,7 +33,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Load:
-    """The prompts of one run, as text and as token ids."""
+    """The prompts of a run, as text and as token ids."""
 
     texts: tuple[str, ...]
     ids: tuple[tuple[int, ...], ...]
@@ -50,7 +50,7 @@ class Numbers:
     output_throughput: float
 
     def over(self, other: Numbers) -> dict[str, float]:
-        """The ratio of each number to that of ``other``."""
+        """The ratio of each number to the same number of ``other``."""
         return {name: value / getattr(other, name) for name, value in vars(self).items()}
 
 
@@ -134,10 +134,10 @@ def of_aiperf(report: dict[str, Any], requests: int) -> Numbers:
 
 
 def run(name: str, command: Sequence[str], folder: Path) -> None:
-    """Run a tool offline, with its files in ``folder``.
+    """Run a tool offline, with all files in ``folder``.
 
     Raises:
-        ToolError: with the end of its output.
+        ToolError: with the end of the output.
     """
     variables = {**os.environ, "HF_HUB_OFFLINE": "1", "HOME": str(folder)}
     try:

@@ -84,6 +84,7 @@ class BenchReport:
 
     def intervals(self) -> list[str]:
         """The ratios to the other sides with their intervals, a line each; empty with a single side."""
+        need_extra("serve", "optkit bench")
         from optkit.bench.comparison import ratio_lines
 
         return ratio_lines(self.result.intervals())
@@ -233,6 +234,7 @@ def prepared(
     line: Callable[[str], None],
 ) -> Prepared:
     """Sides, bounds, tokenizer and claims, all checked before a server starts."""
+    need_extra("serve", "optkit bench")
     from optkit.bench.assertions import parse, parse_all
     from optkit.bench.bounds import bounds_of
     from optkit.bench.sides import choose_sides, described, first_side, tokenizer_directory

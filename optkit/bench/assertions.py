@@ -1,12 +1,12 @@
-"""Claims about a run that are checked with their confidence: ``--assert``.
+"""Claims about a run, checked at 95 % confidence: ``--assert``.
 
 ======================================  =======================================================================
-claim                                   held where, with 95 % confidence
+claim                                   held where
 ======================================  =======================================================================
 ``ttft_p95<700ms``                      the percentile is below the bound, by order statistics
-``95%:ttft<700ms,tpot<50ms``            so many requests meet all bounds at once; a failed request meets none
-``output_throughput>=30``               the mean over rounds is on that side, by an interval over rounds
-``ttft_p50 <= 0.5x baseline``           the whole interval of the ratio is on that side; rounds are resampled
+``95%:ttft<700ms,tpot<50ms``            enough requests meet all bounds at once; a failed request meets none
+``output_throughput>=30``               the mean over rounds is above, with the whole interval over rounds
+``ttft_p50 <= 0.5x baseline``           the whole interval of the ratio is below; rounds are resampled
 ======================================  =======================================================================
 
 A claim is *held*, *failed* (the opposite is shown) or *not shown*: the requests or rounds are too few, or the
@@ -47,7 +47,7 @@ EXAMPLES = '"ttft_p95<700ms", "95%:ttft<700ms,tpot<50ms" or "ttft_p50 <= 0.5x ba
 
 @dataclass(frozen=True)
 class Checked:
-    """A claim with its outcome and the numbers behind."""
+    """A claim with the outcome and the numbers behind."""
 
     text: str
     outcome: Outcome
@@ -96,7 +96,7 @@ class Percentile:
 
 @dataclass(frozen=True)
 class Joint:
-    """A share of requests in percent that meet all bounds."""
+    """The share of requests within all bounds, in percent."""
 
     text: str
     share: float
@@ -171,7 +171,7 @@ Claim = Percentile | Joint | Mean | Relative
 
 
 def parse(text: str) -> Claim:
-    """A claim from its text.
+    """Parse a claim.
 
     Raises:
         UserError: the text is no claim, or names an unknown quantity.
@@ -198,7 +198,7 @@ def parse(text: str) -> Claim:
 
 
 def parse_all(texts: Sequence[str], sides: Sequence[str]) -> tuple[Claim, ...]:
-    """The claims of a run, checked against the names of its sides before anything is measured."""
+    """The claims of a run, checked against the names of the sides before anything is measured."""
     claims = tuple(parse(text) for text in texts)
     for claim in claims:
         if isinstance(claim, Relative):

@@ -76,7 +76,7 @@ async def _run(
 
 
 def conversations(requests: Sequence[BenchRequest]) -> list[list[BenchRequest]]:
-    """Requests that wait for each other, in order; a request that waits for none begins a list of its own."""
+    """Lists of requests in turn; a request without ``after`` begins a new list."""
     found: dict[int, list[BenchRequest]] = {}
     for request in requests:
         found[request.index] = found.pop(request.after) if request.after is not None else []

@@ -1,8 +1,8 @@
-"""The load generator's own load: a client that is late measures itself.
+"""The load generator's own load: a late client measures the client.
 
-A task on the client's event loop sleeps for ``PERIOD`` again and again; the time by which each wake-up is late is the
-time by which any event of a stream may be recorded late. The CPU time of the process says how near the single thread
-is to its limit.
+A task on the client's event loop sleeps for ``PERIOD`` again and again; the lateness of a wake-up is the
+lateness of any event of a stream at the time. The CPU time of the process shows the distance of the single thread from
+the limit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LEAST_LATE_MS = 2.0
 
 @dataclass(frozen=True)
 class ClientLoad:
-    """The client during one turn.
+    """The client during a turn.
 
     Attributes:
         cpu_share: CPU seconds of the client's process over seconds of the turn; 1 is a whole core.

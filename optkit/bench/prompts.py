@@ -1,7 +1,7 @@
 """Prompts of exact lengths, cut from real text, with exactly the shared prefixes that a workload asks for.
 
 Real language gives realistic tokens to speculative decoding and early exits. Each prompt, or each conversation, begins
-with a token of its own after its shared prefix: two prompts share nothing by accident, and rounds share nothing at
+with an own token after the shared prefix: two prompts share nothing by accident, and rounds share nothing at
 all, so a prefix cache finds what the workload says and every round meets an equally cold cache.
 """
 

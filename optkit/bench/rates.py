@@ -1,10 +1,10 @@
-"""Load against latency: the highest rate that holds a promise, and a sweep from one client to saturation.
+"""Load against latency: the highest rate within a promise, and a sweep from a single client to saturation.
 
 ``find_rate`` doubles the rate until the promise breaks, then bisects. All probes have the same arrivals, stretched
-(common random numbers), and fresh prompts, so a probe differs from the next in its rate alone. A probe breaks the
-promise where the queue's slope is positive at 95 %, whatever its latencies: a longer run would have been later.
+(common random numbers), and fresh prompts, so probes differ in the rate alone. A probe with a queue of positive slope
+at 95 % breaks the promise, whatever the latencies: a longer run would have been later.
 
-``sweep`` measures one request at a time, then all at once, then rates between the two throughputs.
+``sweep`` measures single requests in turn, then all at once, then rates between the two throughputs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Promise:
 
 @dataclass(frozen=True)
 class Probe:
-    """One rate that was tried. ``reasons`` are empty where the promise was held."""
+    """A tried rate. ``reasons`` are empty where the promise was held."""
 
     rate: float
     result: BenchResult
@@ -86,13 +86,13 @@ class FoundRate:
 
     @property
     def highest(self) -> float | None:
-        """The highest rate that held the promise, below every rate that broke it; None where all broke it."""
+        """The highest rate within the promise, below every broken rate; None where all rates broke the promise."""
         limit = self.lowest_broken or math.inf
         return max((p.rate for p in self.probes if p.held and p.rate < limit), default=None)
 
     @property
     def lowest_broken(self) -> float | None:
-        """The lowest rate that broke the promise; None where all held it."""
+        """The lowest broken rate; None where no rate broke the promise."""
         return min((p.rate for p in self.probes if not p.held), default=None)
 
     def line(self) -> str:
@@ -158,13 +158,13 @@ def find_rate(
     start: float | None = None,
     probes: int = PROBES,
 ) -> FoundRate:
-    """The highest rate of the session's first side that holds ``promise``.
+    """The highest rate of the session's first side within ``promise``.
 
     Args:
         session: running servers; the first side is measured.
-        config: the requests; arrivals are replaced by those of each rate.
+        config: the requests; arrivals are replaced at each rate.
         promise: bounds or claims.
-        start: the first rate; by default the throughput of one request at a time.
+        start: the first rate; by default the throughput of single requests in turn.
         probes: the most rates to try.
     """
     side = session.sides[0]
@@ -191,7 +191,7 @@ def _one(
 
 
 def synchronous(config: WorkloadConfig, most: int = SYNCHRONOUS) -> WorkloadConfig:
-    """The requests one at a time, ``most`` of them or the fewest whole conversations above."""
+    """The requests in turn: ``most``, or the fewest whole conversations above."""
     count = min(config.num_prompts, -(-most // config.turns) * config.turns)
     return replace(config.closed(1), num_prompts=count)
 
@@ -214,7 +214,7 @@ def _throughput(result: BenchResult) -> float:
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """All sides at one load. ``rate`` is None for one request at a time, and infinite for all at once."""
+    """All sides at a load. ``rate`` is None for single requests in turn, and infinite for all at once."""
 
     rate: float | None
     result: BenchResult
@@ -239,7 +239,7 @@ class Sweep:
         return _doubts(self.environment, [point.result for point in self.points])
 
     def to_dict(self) -> dict[str, Any]:
-        """The points with raw records, as JSON data; the rate of all requests at once is null, as is that of one."""
+        """The points with raw records, as JSON data; the rates of both ends are null."""
         rows = [
             {
                 "label": point.label,
@@ -258,7 +258,7 @@ class Sweep:
 def sweep(
     session: Session, config: WorkloadConfig, slo: LatencyBounds, rounds: int = 1, rates: int = 5
 ) -> Sweep:
-    """Measure all sides one request at a time, all at once, and at ``rates`` rates between, evenly spaced.
+    """Measure all sides with requests in turn, all at once, and at ``rates`` rates between, evenly spaced.
 
     Args:
         session: running servers.
@@ -296,7 +296,7 @@ def _point(
     rounds: int,
     numbers: Iterator[int],
 ) -> SweepPoint:
-    """All sides at one load; each round has fresh prompts, and each load the same arrivals."""
+    """All sides at a load; each round has fresh prompts, and each load the same arrivals."""
     names = [side.name for side in session.sides]
     result = BenchResult(config, names, [], slo, environment={})
     point = SweepPoint(rate, result)

@@ -95,7 +95,7 @@ def first_side(artifact: str | Path | None, url: str | None) -> Described:
 def choose_sides(
     first: Described, baseline: str | None, against: Sequence[str], progress: Progress
 ) -> list[Side]:
-    """The first side, the sides of ``against``, then those of ``baseline``; every name is different."""
+    """The first side, the sides of ``against``, then the sides of ``baseline``; every name is different."""
     others = [described(text, "--against") for text in against]
     found = [first.side("server" if first.url else "optkit", progress)]
     found += [side.side(default_name(side), progress) for side in others]
@@ -113,7 +113,7 @@ def default_name(side: Described) -> str:
 
 
 def distinct(sides: Sequence[Side]) -> list[Side]:
-    """The sides with a number behind each name that was there before."""
+    """The sides, with a number behind repeated names."""
     names: set[str] = set()
     found = []
     for side in sides:
@@ -126,10 +126,10 @@ def distinct(sides: Sequence[Side]) -> list[Side]:
 
 
 def tokenizer_directory(tokenizer: str | None, sides: Sequence[Described], baseline: str | None) -> str:
-    """Directory of the tokenizer: ``tokenizer``, else of the first side that has one, else the baseline model.
+    """Directory of the tokenizer: ``tokenizer``, else the first side's with any, else the baseline model's.
 
     Raises:
-        UserError: none of them has one.
+        UserError: there is none.
     """
     from optkit.checkpoint.locate import resolve
 

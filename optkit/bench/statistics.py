@@ -12,10 +12,10 @@ of a round is the round's number (``ratio_interval``).
 
 **Percentiles** are bounded by order statistics with exact binomial probabilities (David and Nagaraja, "Order
 Statistics", 2003, section 7.1); a bootstrap of a p95 is poor at small counts. "p95 < X with 95 % confidence" needs 59
-requests without a miss, 93 with one and 124 with two; p99 needs 299 and 473 (``samples_needed``). With fewer there is
+requests without a miss, 93 with 1 and 124 with 2; p99 needs 299 and 473 (``samples_needed``). With fewer there is
 no bound, and a caller prints "not shown".
 
-**Trends** compare means of consecutive blocks by Kendall's rank correlation with its exact null distribution: blocks
+**Trends** compare means of consecutive blocks by Kendall's rank correlation with the exact null distribution: blocks
 are less correlated than single requests, and ranks bear outliers.
 """
 
@@ -37,7 +37,7 @@ EPSILON = 1e-12  # of a probability, against the rounding of 1 - 0.95
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate with its two-sided confidence interval over ``count`` rounds."""
+    """An estimate with a two-sided confidence interval over ``count`` rounds."""
 
     low: float
     estimate: float
@@ -65,7 +65,7 @@ def rounds_needed(confidence: float = CONFIDENCE) -> int:
 
 
 def mean_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval | None:
-    """The mean of a number per round, with its interval from the means of subsets; None below ``rounds_needed``."""
+    """The mean of a number per round, with the interval from the means of subsets; None below ``rounds_needed``."""
     numbers = np.asarray(values, dtype=float)
     count = len(numbers)
     outer = _outer(min(count, ENUMERATED), confidence)

@@ -39,8 +39,8 @@ class TraceRow:
 
     def scaled(self, scale: float) -> TraceRow:
         """The request with lengths times ``scale``, at least one token each."""
-        shorter = (max(1, round(length * scale)) for length in (self.input_len, self.output_len))
-        return TraceRow(self.at, *shorter, self.hash_ids)
+        input_len, output_len = (max(1, round(n * scale)) for n in (self.input_len, self.output_len))
+        return TraceRow(self.at, input_len, output_len, self.hash_ids)
 
 
 def block_len(scale: float) -> int:

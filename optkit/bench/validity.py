@@ -1,13 +1,13 @@
-"""Reasons against trusting a result, checked on every run: one record, and a line for each doubt.
+"""Reasons against trusting a result, checked on every run: a record, and a line for each doubt.
 
 ==================  ====================================================================================
 check               doubt
 ==================  ====================================================================================
-machine             other processes used more than a quarter of it before the run
+machine             other processes used more than a quarter before the run
 client              a core of its own nearly used up, or events read late
 cache               hits of the server's prefix cache where prompts share no prefixes
 steady state        latencies drift by more than a tenth from the first to the last requests
-queue               an open loop whose queue grows: its latencies depend on the length of the run
+queue               an open loop with a growing queue: latencies depend on the length of the run
 sample size         a bound on a p95 with fewer requests than show it
 ==================  ====================================================================================
 """
@@ -35,7 +35,7 @@ DRIFTING = ("ttft", "tpot")
 
 @dataclass(frozen=True)
 class TurnConditions:
-    """The conditions of a turn beside the load average before it.
+    """The conditions of a turn beside the load average before the turn.
 
     Attributes:
         load_after: the 1-minute load average after the turn.
@@ -84,7 +84,7 @@ def measuring_doubts(result: BenchResult) -> list[str]:
 
 
 class _Side:
-    """The checks of one side."""
+    """The checks of a side."""
 
     def __init__(self, result: BenchResult, name: str) -> None:
         self.result = result

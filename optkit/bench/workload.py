@@ -39,10 +39,10 @@ class WorkloadConfig:
     Attributes:
         num_prompts: requests of a round; with ``turns``, all turns of all conversations.
         input_len: tokens of a prompt after its shared prefix; with ``turns``, of each message of the user.
-        shared_prefix_len: tokens that prompts have in common, before ``input_len`` further ones.
-        num_prefixes: different shared prefixes; prompts take them in turn.
+        shared_prefix_len: tokens that prompts have in common, before ``input_len`` further tokens.
+        num_prefixes: different shared prefixes; taken in turn.
         turns: requests of a conversation. Each turn sends the whole history; the answers in the history are text of
-            ``output_len`` tokens, the same on every side, and not what the model said.
+            ``output_len`` tokens, the same on every side, and not the model's.
         trace: file with arrivals, lengths and prefixes, in place of all of the above but ``num_prompts``.
         trace_scale: factor on the trace's lengths, as in 1/32.
     """

@@ -339,6 +339,7 @@ def _refuse(given: dict[str, object], option: str) -> None:
 
 
 def _print_rates(found: FoundRate | Sweep, as_json: bool) -> None:
+    need_extra("serve", "optkit bench")
     from optkit.bench.rates import FoundRate
     from optkit.bench.rates_table import LEGEND, rate_table, sweep_table
 
