@@ -2,7 +2,7 @@
 
 Every tool sends the same number of prompts of the same lengths to ``/v1/completions``, greedy, to the full length, by
 ``concurrency`` clients without pauses. guidellm and aiperf send text; the texts were chosen to become the same number
-of tokens again.
+of tokens again. The server counts tokens, so aiperf's tokenizer decides nothing.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def aiperf(program: Path, target: Target, load: Load, folder: Path) -> Numbers:
     data = folder / "prompts.jsonl"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in load.texts))
     command = [str(program), "profile", "--model", target.model, "--url", target.url, "--streaming"]
-    command += ["--endpoint-type", "completions", "--tokenizer", str(target.tokenizer)]
+    command += ["--endpoint-type", "completions", "--tokenizer", "builtin"]
     command += ["--input-file", str(data), "--custom-dataset-type", "single_turn"]
     command += ["--dataset-sampling-strategy", "sequential", "--request-count", str(len(load.texts))]
     more = {"max_tokens": load.output_len, "ignore_eos": True, "temperature": 0}

@@ -23,12 +23,14 @@ def sweep_table(found: Sweep) -> Table:
     """A row for each load and side."""
     grid = Table(box=None, pad_edge=False)
     grid.add_column("load", no_wrap=True)
-    for name in (*(("side",) if len(found.sides) > 1 else ()), *COLUMNS, "queue"):
+    bounded = ("goodput req/s",) if found.points[0].result.slo.bounds() else ()
+    for name in (*(("side",) if len(found.sides) > 1 else ()), *COLUMNS, *bounded, "queue"):
         grid.add_column(name, justify="right")
     for point in found.points:
         for side in found.sides:
             named = [side] if len(found.sides) > 1 else []
-            grid.add_row(point.label, *named, *cells(point.result, side), queue(point.result, side))
+            good = [number(point.result, side, "goodput")] if bounded else []
+            grid.add_row(point.label, *named, *cells(point.result, side), *good, queue(point.result, side))
     return grid
 
 
@@ -45,10 +47,15 @@ def rate_table(found: FoundRate) -> Table:
 
 def cells(result: BenchResult, side: str) -> list[str]:
     """The numbers of a side at one load."""
-    rates = [result.statistic(side, (name,)) for name in ("request_throughput", "output_throughput")]
-    text = [f"{rate['median']:.3g}" if rate else "-" for rate in rates]
+    text = [number(result, side, name) for name in ("request_throughput", "output_throughput")]
     latencies = (Quantity("ttft", 50), Quantity("ttft", 95), Quantity("tpot", 50), Quantity("e2e", 50))
     return [*text, *(_percentile(result, side, of) for of in latencies)]
+
+
+def number(result: BenchResult, side: str, name: str) -> str:
+    """The median over rounds of a rate."""
+    found = result.statistic(side, (name,))
+    return f"{found['median']:.3g}" if found else "-"
 
 
 def queue(result: BenchResult, side: str) -> str:

@@ -258,6 +258,8 @@ def bench(
         raise UserError("--sweep and --find-rate are two runs", where="optkit bench", fix="give one of them")
     scale = _fraction(trace_scale)
     if sweep or find_rate:
+        own = {"--max-concurrency": max_concurrency, "--definitions": definitions != "optkit"}
+        _refuse(own, "--sweep" if sweep else "--find-rate")
         load = _load(
             num_prompts or NUM_PROMPTS_OF_RATES, input_len, output_len, seed, burstiness, shared_prefix_len,
             num_prefixes, turns, trace, scale,
@@ -265,7 +267,13 @@ def bench(
         with console.spinner("preparing") as progress:
             found: FoundRate | Sweep
             if find_rate:
-                _refuse({"--against": against, "--baseline": baseline, "--goodput": goodput}, "--find-rate")
+                others = {
+                    "--against": against,
+                    "--baseline": baseline,
+                    "--goodput": goodput,
+                    "--rounds": rounds,
+                }
+                _refuse(others, "--find-rate")
                 found = rates.find_rate(
                     artifact, load=load, url=url, slo=slo, assertions=assertions or (), start=request_rate,
                     probes=probes or 7, num_warmups=num_warmups, tokenizer=tokenizer,
@@ -282,6 +290,7 @@ def bench(
             found.save(save_result)
         _print_rates(found, as_json)
         return
+    _refuse({"--probes": probes}, "a single load")
     with console.spinner("preparing") as progress:
         report = measure(
             artifact, url=url, baseline=baseline, against=against or (), num_prompts=num_prompts or NUM_PROMPTS,

@@ -51,6 +51,9 @@ def test_bench_prints_a_table_and_saves_a_result_when_a_url_is_given(no_model, c
         ["--url", "http://127.0.0.1:9", "--sweep", "--find-rate"],
         ["--url", "http://127.0.0.1:9", "--find-rate"],
         ["--url", "http://127.0.0.1:9", "--sweep", "--assert", "ttft_p50<3ms"],
+        ["--url", "http://127.0.0.1:9", "--sweep", "--max-concurrency", "2"],
+        ["--url", "http://127.0.0.1:9", "--find-rate", "--slo", "ttft:1", "--rounds", "2"],
+        ["--url", "http://127.0.0.1:9", "--probes", "2"],
         ["--url", "http://127.0.0.1:9", "--trace", "nowhere"],
         ["--url", "http://127.0.0.1:9", "--trace-scale", "a/b"],
     ],
@@ -99,5 +102,8 @@ def test_bench_finds_a_rate(no_model, capsys, tmp_path):
 def test_bench_sweeps(no_model, capsys):
     with FakeServer(normal).run() as url:
         assert main.run(["bench", "--url", url, *FEW, "--sweep", "--probes", "1"]) == 0
+        plain = capsys.readouterr().out
+        assert main.run(["bench", url, *FEW, "--sweep", "--probes", "1", "--goodput", "ttft:60000"]) == 0
     out = capsys.readouterr().out
     assert "synchronous" in out and "all at once" in out
+    assert "goodput req/s" in out and "goodput" not in plain
