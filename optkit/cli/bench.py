@@ -12,12 +12,11 @@ from optkit.api import rates
 from optkit.api.bench import SLO_MISSED
 from optkit.api.bench import bench as measure
 from optkit.cli import console
-from optkit.cli.tables import print_table
+from optkit.cli.bench_output import print_rates, print_report
 from optkit.errors import UserError
 from optkit.extras import need_extra
 
 if TYPE_CHECKING:
-    from optkit.api.bench import BenchReport
     from optkit.bench.rates import FoundRate, Sweep
     from optkit.bench.workload import WorkloadConfig
 
@@ -288,7 +287,8 @@ def bench(
                 )  # fmt: skip
         if save_result:
             found.save(save_result)
-        _print_rates(found, as_json)
+        if not print_rates(found, as_json):
+            raise typer.Exit(SLO_MISSED)
         return
     _refuse({"--probes": probes}, "a single load")
     with console.spinner("preparing") as progress:
@@ -302,7 +302,7 @@ def bench(
         )  # fmt: skip
     if save_result:
         report.save(save_result)
-    _print(report, as_json)
+    print_report(report, as_json)
     if report.exit_code:
         raise typer.Exit(report.exit_code)
 
@@ -345,50 +345,3 @@ def _refuse(given: dict[str, object], option: str) -> None:
             raise UserError(
                 f"{name} has no effect with {option}", where="optkit bench", fix=f"leave out {name}"
             )
-
-
-def _print_rates(found: FoundRate | Sweep, as_json: bool) -> None:
-    need_extra("serve", "optkit bench")
-    from optkit.bench.rates import FoundRate
-    from optkit.bench.rates_table import LEGEND, rate_table, sweep_table
-
-    for doubt in found.doubts():
-        console.warn(f"do not trust this: {doubt}")
-    if as_json:
-        console.print_json(found.to_dict())
-    else:
-        print_table(rate_table(found) if isinstance(found, FoundRate) else sweep_table(found))
-        for line in LEGEND:
-            console.stdout.print(line, style="dim")
-    if isinstance(found, FoundRate):
-        console.stderr.print(found.line(), style="green" if found.highest else "bold red")
-        if found.highest is None:
-            raise typer.Exit(SLO_MISSED)
-
-
-def _print(report: BenchReport, as_json: bool) -> None:
-    need_extra("serve", "optkit bench")
-    from optkit.bench.table import legend, table
-
-    result = report.result
-    doubts = result.validity().doubts
-    for line in [line for line in result.problems() if line not in doubts][:10]:
-        console.warn(line)
-    for doubt in doubts:
-        console.warn(f"do not trust this: {doubt}")
-    if as_json:
-        console.print_json(result.to_dict())
-    else:
-        print_table(table(result))
-        for line in legend(result):
-            console.stdout.print(line, style="dim")
-    for line in result.slo_misses():
-        console.stderr.print(f"SLO missed: {line}", style="bold red")
-    for checked in report.assertions:
-        style = "green" if checked.held else "bold red" if checked.outcome == "failed" else "yellow"
-        console.stderr.print(checked.line(), style=style)
-    for line in report.intervals():
-        console.stderr.print(line)
-    for verdict in report.verdicts:
-        style = "bold red" if verdict.worse else "green" if verdict.faster else "yellow"
-        console.stderr.print(verdict.line(), style=style)
