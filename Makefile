@@ -21,7 +21,7 @@ OVER     = awk -F== 'NR == FNR {its[$$1]} NR == FNR || !($$1 in its)' $(1) const
 SOURCES := $(shell find optkit passes kernels/ops recipes -name '*.py' -o -name '*.cpp' -o -name '*.yaml')
 RESULTS := bench/results
 
-.PHONY: help demo test test-oldest lint format bench peers coverage soak chaos emulated arm sanitize clients browser wheel clean artifact-verified FORCE
+.PHONY: help demo test test-oldest lint format bench peers coverage soak chaos emulated arm sanitize clients load-clients browser wheel clean artifact-verified FORCE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -40,6 +40,7 @@ help:
 	@echo "make sanitize native code under GCC's address, undefined-behaviour and thread sanitizers (an hour)"
 	@echo "make arm      native kernels for 64-bit Arm, cross-compiled and emulated (g++-aarch64-linux-gnu, qemu-user; minutes)"
 	@echo "make clients  other projects' clients and agents, unmodified: chats, loads and tool loops to their end"
+	@echo "make load-clients  guidellm and aiperf, unmodified, for 'python -m bench.clients' (1 GB)"
 	@echo "make browser  the page at /demo in headless Chromium, fetched from npm into .browser (0.3 GB; needs Node.js)"
 	@echo "make wheel    build the wheel into dist/, install it into fresh environments and try the commands there"
 	@echo "make clean    remove .venv, the artifact and caches of this directory"
@@ -208,6 +209,14 @@ browser: .browser/chromium $(VENV)/.test
 	@.clients/bin/python $(LOCKED) $<
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(.clients/bin/python -c \
 	    'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth
+	@touch $@
+
+load-clients: .clients/.made .peers/aiperf/.made
+
+.peers/aiperf/.made: bench/clients/aiperf.txt
+	@echo "installing aiperf into .peers/aiperf"
+	@$(PYTHON) -m venv --clear .peers/aiperf
+	@.peers/aiperf/bin/python $(LOCKED) $<
 	@touch $@
 
 .agents/.made: tests/clients/agents/requirements.txt

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,10 +14,14 @@ from optkit.errors import UserError, nearest
 from optkit.extras import need_extra
 
 if TYPE_CHECKING:
+    from optkit.bench.assertions import Checked
+    from optkit.bench.metrics import LatencyBounds
     from optkit.bench.result import BenchResult
+    from optkit.bench.run import Side
     from optkit.bench.verdict import Verdict
 
-SLO_MISSED, OBJECTIVE_WORSE = 3, 4  # exit codes of optkit bench
+SLO_MISSED, OBJECTIVE_WORSE, ASSERTION_FAILED = 3, 4, 5  # exit codes of optkit bench
+ROUNDS, ROUNDS_WITH_INTERVALS = 3, 6
 
 
 @dataclass(frozen=True)
@@ -28,17 +32,24 @@ class BenchReport:
         result: raw records, and the numbers computed from the records.
         slo_misses: a line for each bound of ``slo`` missed by the first side's p95; empty without ``slo``.
         verdicts: the artifact against each baseline, by the objective of the artifact's recipe.
+        assertions: the outcome of each claim of ``assertions``, with the numbers behind.
     """
 
     result: BenchResult = field(repr=False)
     slo_misses: tuple[str, ...] = ()
     verdicts: tuple[Verdict, ...] = ()
+    assertions: tuple[Checked, ...] = ()
 
     @property
     def exit_code(self) -> int:
-        """0; 3 for a missed bound of ``slo``; 4 where the artifact is slower than a baseline in every round."""
+        """0; 3: a bound of ``slo`` is missed; 5: a claim failed or is not shown; 4: slower than a baseline.
+
+        Slower than a baseline is an artifact that loses every round, by its recipe's objective.
+        """
         if self.slo_misses:
             return SLO_MISSED
+        if not all(checked.held for checked in self.assertions):
+            return ASSERTION_FAILED
         return OBJECTIVE_WORSE if any(verdict.worse for verdict in self.verdicts) else 0
 
     @property
@@ -65,9 +76,18 @@ class BenchReport:
         self.result.save(Path(file))
 
     def lines(self) -> list[str]:
-        """Missed bounds and verdicts, a line each."""
+        """Doubts, missed bounds, assertions, intervals and verdicts, a line each."""
+        doubts = [f"do not trust this: {doubt}" for doubt in self.result.validity().doubts]
         misses = [f"SLO missed: {line}" for line in self.slo_misses]
-        return [*misses, *(verdict.line() for verdict in self.verdicts)]
+        claims = [checked.line() for checked in self.assertions]
+        return [*doubts, *misses, *claims, *self.intervals(), *(verdict.line() for verdict in self.verdicts)]
+
+    def intervals(self) -> list[str]:
+        """The ratios to the other sides with their intervals, a line each; empty with a single side."""
+        need_extra("serve", "optkit bench")
+        from optkit.bench.comparison import ratio_lines
+
+        return ratio_lines(self.result.intervals())
 
     def _repr_html_(self) -> str:
         from optkit.api.html import fragment, of_table
@@ -83,40 +103,58 @@ def bench(
     *,
     url: str | None = None,
     baseline: str | None = None,
-    num_prompts: int = 16,
+    against: Sequence[str] = (),
+    num_prompts: int = 20,
     input_len: int = 512,
     output_len: int = 64,
     max_concurrency: int | None = None,
     request_rate: float | None = None,
-    rounds: int = 3,
+    burstiness: float = 1.0,
+    shared_prefix_len: int = 0,
+    num_prefixes: int = 1,
+    turns: int = 1,
+    trace: str | os.PathLike[str] | None = None,
+    trace_scale: float = 1.0,
+    rounds: int | None = None,
     num_warmups: int = 2,
     slo: str | Mapping[str, float] | None = None,
     goodput: str | Mapping[str, float] | None = None,
+    assertions: Sequence[str] = (),
     definitions: str = "optkit",
     tokenizer: str | None = None,
     seed: int = 0,
     progress: ProgressCallback | None = None,
 ) -> BenchReport:
-    """Measure latency and throughput over HTTP, and compare with the unoptimized model.
+    """Measure latency and throughput over HTTP, and compare with the unoptimized model or any other side.
 
     All sides get identical prompts at identical arrivals, in interleaved rounds, so drift of the machine cancels in a
-    ratio. No prefix cache can help: prompts share no prefix.
+    ratio. Unless asked for, prompts share no prefix, so no prefix cache can help.
 
     Args:
-        artifact: a directory to serve and measure; or give ``url``.
+        artifact: a directory to serve and measure, a model, or a URL; or give ``url``.
         url: a running server, as in ``http://127.0.0.1:8000``; ``OPTKIT_API_KEY`` holds the API key, if any.
         baseline: a model to compare with: unoptimized on optkit's runtime, and in transformers.
+        against: further sides: artifacts, models or URLs, each perhaps with a name: ``"old=artifact-1"``.
         num_prompts: requests of each side in each round.
         input_len, output_len: tokens of each prompt and of each answer.
-        max_concurrency: most requests in flight; by default 1 without ``request_rate``, else no limit.
+        max_concurrency: most requests in flight; by default 1 without ``request_rate`` and ``trace``, else no limit.
         request_rate: requests a second, arriving at random (Poisson); by default clients without pauses.
-        rounds: rounds; the sides take turns in each.
+        burstiness: shape of the arrivals: 1 is Poisson, below 1 comes in bursts, above 1 is more regular.
+        shared_prefix_len: tokens at the start of prompts that are shared, before ``input_len`` further ones.
+        num_prefixes: different shared prefixes, taken in turn.
+        turns: requests of a conversation; each sends the history and ``input_len`` further tokens.
+        trace: a file with arrivals, lengths and prefixes, in Mooncake's or Azure's format.
+        trace_scale: factor on the trace's lengths, as in ``1 / 32``.
+        rounds: rounds; the sides take turns in each. By default 3, or 6 with ``against`` or ``assertions``: an interval
+            needs 6.
         num_warmups: unmeasured requests of each side before the first round.
         slo: bounds on the p95 in milliseconds, ``{"ttft": 700}`` or ``"ttft:700,tpot:50"``; ``"recipe"`` takes the
             bounds of the artifact's recipe. A missed bound is in ``slo_misses``.
         goodput: bounds for the requests a second within all bounds; misses are no failure.
+        assertions: claims to check with their confidence, as ``"ttft_p50 <= 0.5x baseline"``,
+            ``"95%:ttft<700ms,tpot<50ms"`` or ``"ttft_p95<700ms"``.
         definitions: formulas of the metrics: ``optkit``, ``vllm``, ``aiperf``, ``guidellm`` or ``llmperf``.
-        tokenizer: model with the tokenizer for the prompts; by default the artifact, else ``baseline``.
+        tokenizer: model with the tokenizer for the prompts; by default the first side with one, else ``baseline``.
         seed: of prompts and arrivals: the same seed gives the same requests.
         progress: called with a ``ProgressEvent`` for each step.
 
@@ -124,10 +162,8 @@ def bench(
         UserError: contradicting arguments, or no server.
     """
     need_extra("serve", "optkit bench")
-    from optkit.bench.bounds import bounds_of
     from optkit.bench.metrics import DEFINITIONS
     from optkit.bench.run import run_bench
-    from optkit.bench.sides import choose_sides, tokenizer_directory
     from optkit.bench.workload import WorkloadConfig
 
     if definitions not in DEFINITIONS:
@@ -136,26 +172,87 @@ def bench(
         raise UserError(
             "--slo and --goodput both set the bounds", where="optkit bench", fix="give one of them"
         )
+    if rounds is None:
+        rounds = ROUNDS_WITH_INTERVALS if against or assertions else ROUNDS
     if rounds < 1 or num_warmups < 0:
         raise UserError(
             "a benchmark has at least one round and no negative number of warm-ups", where="optkit bench"
         )
-    if request_rate is None and max_concurrency is None:
+    if request_rate is None and max_concurrency is None and trace is None:
         max_concurrency = 1
+    config = WorkloadConfig(
+        num_prompts, input_len, output_len, max_concurrency, request_rate, seed, burstiness, shared_prefix_len,
+        num_prefixes, turns, None if trace is None else os.fspath(trace), trace_scale,
+    )  # fmt: skip
+    config.check()
+    line = line_to(progress)
+    run = prepared(artifact, url, baseline, against, slo or goodput, tokenizer, assertions, line)
+    result = run_bench(
+        run.sides,
+        config,
+        run.tokenizer,
+        rounds,
+        num_warmups,
+        run.bounds,
+        definitions,
+        line,
+        tuple(assertions),
+    )
+    misses = tuple(result.slo_misses()) if slo else ()
+    verdicts = verdicts_on(result, run.artifact) if baseline else ()
+    return BenchReport(result, misses, verdicts, tuple(result.assertions()))
+
+
+def line_to(progress: ProgressCallback | None) -> Callable[[str], None]:
+    """A function that reports a line of text as progress."""
 
     def line(text: str) -> None:
         if progress is not None:
             progress(ProgressEvent(text))
 
-    path = None if artifact is None else Path(artifact)
-    config = WorkloadConfig(num_prompts, input_len, output_len, max_concurrency, request_rate, seed)
-    config.check()
-    bounds = bounds_of(slo or goodput, path)
-    sides = choose_sides(path, url, baseline, line)
-    directory = tokenizer_directory(tokenizer, path, baseline)
-    result = run_bench(sides, config, directory, rounds, num_warmups, bounds, definitions, line)
-    misses = tuple(result.slo_misses()) if slo else ()
-    return BenchReport(result, misses, verdicts_on(result, path) if baseline else ())
+    return line
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The sides of a run with what belongs to them. ``artifact`` is the first side's, if it is one."""
+
+    sides: Sequence[Side]
+    tokenizer: str
+    bounds: LatencyBounds
+    artifact: Path | None
+
+
+def prepared(
+    artifact: str | os.PathLike[str] | None,
+    url: str | None,
+    baseline: str | None,
+    against: Sequence[str],
+    bounds: str | Mapping[str, float] | None,
+    tokenizer: str | None,
+    assertions: Sequence[str],
+    line: Callable[[str], None],
+) -> Prepared:
+    """Sides, bounds, tokenizer and claims, all checked before a server starts."""
+    need_extra("serve", "optkit bench")
+    from optkit.bench.assertions import parse, parse_all
+    from optkit.bench.bounds import bounds_of
+    from optkit.bench.sides import choose_sides, described, first_side, tokenizer_directory
+
+    for text in assertions:
+        parse(text)
+    first = first_side(_side_text(artifact), url)
+    limits = bounds_of(bounds, first.artifact)
+    others = [described(text, "--against") for text in against]
+    directory = tokenizer_directory(tokenizer, [first, *others], baseline)
+    sides = choose_sides(first, baseline, against, line)
+    parse_all(assertions, [side.name for side in sides])
+    return Prepared(sides, directory, limits, first.artifact)
+
+
+def _side_text(artifact: str | os.PathLike[str] | None) -> str | Path | None:
+    """A path object is a directory; a text may be a URL or a model, too."""
+    return artifact if artifact is None or isinstance(artifact, str) else Path(artifact)
 
 
 def verdicts_on(result: BenchResult, artifact: Path | None) -> tuple[Verdict, ...]:

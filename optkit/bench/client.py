@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from optkit.bench.client_load import ClientLoad, ClientMonitor
 from optkit.bench.records import Chunk, RequestRecord, clock
 from optkit.bench.workload import BenchRequest, RequestSchedule
 
@@ -35,6 +36,13 @@ def run_workload(
     url: str, model: str, workload: RequestSchedule, api_key: str | None = None
 ) -> list[RequestRecord]:
     """Send all of ``workload`` to ``url`` (``http://host:port``). Return a record per request, in order."""
+    return run_watched(url, model, workload, api_key)[0]
+
+
+def run_watched(
+    url: str, model: str, workload: RequestSchedule, api_key: str | None = None
+) -> tuple[list[RequestRecord], ClientLoad]:
+    """``run_workload`` with the client's own load during the run."""
     return blocking(_run(url, model, workload, api_key))
 
 
@@ -48,29 +56,54 @@ def blocking(work: Coroutine[Any, Any, Result]) -> Result:
         return thread.submit(asyncio.run, work).result()
 
 
-async def _run(url: str, model: str, workload: RequestSchedule, api_key: str | None) -> list[RequestRecord]:
+async def _run(
+    url: str, model: str, workload: RequestSchedule, api_key: str | None
+) -> tuple[list[RequestRecord], ClientLoad]:
     limit = workload.config.max_concurrency or len(workload.requests)
     slots = asyncio.Semaphore(limit)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     pool = httpx.Limits(max_connections=limit, max_keepalive_connections=limit)
-    async with httpx.AsyncClient(
-        base_url=url, timeout=TIMEOUT, limits=pool, headers=headers, trust_env=False
-    ) as http:
+    async with (
+        httpx.AsyncClient(
+            base_url=url, timeout=TIMEOUT, limits=pool, headers=headers, trust_env=False
+        ) as http,
+        ClientMonitor() as monitor,
+    ):
         start = clock()
-        tasks = [_paced(http, model, request, start, slots) for request in workload.requests]
-        return list(await asyncio.gather(*tasks))
+        tasks = [_paced(http, model, turns, start, slots) for turns in conversations(workload.requests)]
+        records = [record for turns in await asyncio.gather(*tasks) for record in turns]
+    return sorted(records, key=lambda record: record.index), monitor.measured()
+
+
+def conversations(requests: Sequence[BenchRequest]) -> list[list[BenchRequest]]:
+    """Lists of requests in turn; a request without ``after`` begins a new list."""
+    found: dict[int, list[BenchRequest]] = {}
+    for request in requests:
+        found[request.index] = found.pop(request.after) if request.after is not None else []
+        found[request.index].append(request)
+    return list(found.values())
 
 
 async def _paced(
-    http: httpx.AsyncClient, model: str, request: BenchRequest, start: float, slots: asyncio.Semaphore
-) -> RequestRecord:
-    """Wait for the arrival time and a free slot, then send. The semaphore is first come, first served."""
-    due = start + request.arrival
+    http: httpx.AsyncClient,
+    model: str,
+    turns: Sequence[BenchRequest],
+    start: float,
+    slots: asyncio.Semaphore,
+) -> list[RequestRecord]:
+    """Wait for the arrival time and a free slot, then send all turns, each at the end of the turn before.
+
+    The semaphore is first come, first served. A turn is due when the turn before has ended.
+    """
+    due = start + turns[0].arrival
     await asyncio.sleep(max(0.0, due - clock()))
+    records = []
     async with slots:
-        record = await send(http, model, request)
-    record.scheduled = due
-    return record
+        for request in turns:
+            record = await send(http, model, request)
+            record.scheduled, due = due, clock()
+            records.append(record)
+    return records
 
 
 async def send(http: httpx.AsyncClient, model: str, request: BenchRequest) -> RequestRecord:
@@ -155,7 +188,7 @@ def _take_usage(record: RequestRecord, usage: dict[str, Any]) -> None:
 
 
 def problems(records: Sequence[RequestRecord], workload: RequestSchedule) -> list[str]:
-    """Reasons against comparing the records: wrong prompt or output lengths, cache hits."""
+    """Reasons against comparing the records: wrong prompt or output lengths, cache hits of a load without prefixes."""
     lines = []
     for record, request in zip(records, workload.requests, strict=True):
         if not record.ok:
@@ -168,6 +201,6 @@ def problems(records: Sequence[RequestRecord], workload: RequestSchedule) -> lis
             lines.append(
                 f"request {record.index}: {record.tokens} output tokens, asked for {request.output_len}"
             )
-        if record.cached_tokens:
+        if record.cached_tokens and not workload.config.shares_prefixes:
             lines.append(f"request {record.index}: {record.cached_tokens} prompt tokens came from a cache")
     return lines

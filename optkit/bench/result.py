@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from optkit.bench import assertions, comparison
 from optkit.bench.environment import busy
 from optkit.bench.metrics import DEFINITIONS, PERCENTILES, LatencyBounds, slo_misses, summarize
 from optkit.bench.records import RequestRecord
+from optkit.bench.validity import TurnConditions, Validity, validity
 from optkit.bench.workload import WorkloadConfig
 
 SCHEMA = 1
@@ -29,18 +31,22 @@ Key = tuple[str, ...]  # a number inside a round's summary, e.g. ("latency_ms", 
 
 @dataclass(frozen=True)
 class Turn:
-    """One round of a side."""
+    """One round of a side. ``load_average`` is taken before the round."""
 
     side: str
     round: int
     load_average: float
     records: list[RequestRecord]
     problems: list[str]
+    conditions: TurnConditions | None = None
 
 
 @dataclass
 class BenchResult:
-    """All records of a run. ``sides[0]`` is the candidate; ratios are candidate / other."""
+    """All records of a run. ``sides[0]`` is the candidate; ratios are candidate / other.
+
+    ``claims`` are the texts of assertions (``optkit.bench.assertions``).
+    """
 
     config: WorkloadConfig
     sides: list[str]
@@ -48,6 +54,7 @@ class BenchResult:
     slo: LatencyBounds = field(default_factory=LatencyBounds)
     definitions: str = "optkit"
     environment: dict[str, Any] = field(default_factory=dict)
+    claims: tuple[str, ...] = ()
 
     def rounds(self, side: str) -> list[dict[str, Any]]:
         """The summary of each round of ``side``, in order."""
@@ -72,6 +79,22 @@ class BenchResult:
                 if not r.ok
             ]
         return lines
+
+    def validity(self) -> Validity:
+        """Reasons against trusting the numbers, with the record behind."""
+        return validity(self)
+
+    def assertions(self) -> list[assertions.Checked]:
+        """The outcome of each claim."""
+        return [assertions.parse(text).check(self) for text in self.claims]
+
+    def intervals(self) -> list[comparison.Ratio]:
+        """The ratios of the candidate to the other sides, with intervals over rounds."""
+        return comparison.ratios(self)
+
+    def finished(self, side: str) -> int:
+        """Requests of ``side`` that were answered, over all rounds."""
+        return sum(record.ok for record in self.records(side))
 
     def statistic(self, side: str, path: Sequence[str]) -> dict[str, float] | None:
         """Median and quartiles over rounds of a number of the summaries, e.g. ("latency_ms", "ttft", "p50")."""
@@ -111,6 +134,9 @@ class BenchResult:
             "slo_ms": self.slo.bounds(),
             "slo_misses": self.slo_misses(),
             "problems": self.problems(),
+            "validity": self.validity().to_dict(),
+            "assertions": [checked.to_dict() for checked in self.assertions()],
+            "intervals": comparison.to_dict(self.intervals()),
             "definitions": self.definitions,
             "comparison": self.comparison(),
             "sides": {side: {"rounds": self.rounds(side)} for side in self.sides},
@@ -124,10 +150,11 @@ class BenchResult:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> BenchResult:
         """Read a saved result, for example to compute the metrics under other definitions."""
-        config = WorkloadConfig(**data["workload"])
+        config = WorkloadConfig.from_dict(data["workload"])
         turns = [_turn_from_dict(turn) for turn in data["turns"]]
         slo, names = LatencyBounds(**data["slo_ms"]), list(data["sides"])
-        return cls(config, names, turns, slo, data["definitions"], data["environment"])
+        claims = tuple(checked["text"] for checked in data.get("assertions", ()))
+        return cls(config, names, turns, slo, data["definitions"], data["environment"], claims)
 
 
 def spread(values: Sequence[float | None]) -> dict[str, float] | None:
@@ -150,8 +177,12 @@ def _at(summary: dict[str, Any], path: Sequence[str]) -> float | None:
 
 
 def _turn_to_dict(turn: Turn) -> dict[str, Any]:
-    return {**vars(turn), "records": [record.to_dict() for record in turn.records]}
+    conditions = turn.conditions.to_dict() if turn.conditions else None
+    return {**vars(turn), "records": [r.to_dict() for r in turn.records], "conditions": conditions}
 
 
 def _turn_from_dict(data: dict[str, Any]) -> Turn:
-    return Turn(**{**data, "records": [RequestRecord.from_dict(r) for r in data["records"]]})
+    records = [RequestRecord.from_dict(r) for r in data["records"]]
+    conditions = data.get("conditions")
+    found = TurnConditions.from_dict(conditions) if conditions else None
+    return Turn(**{**data, "records": records, "conditions": found})

@@ -1,8 +1,9 @@
 """A paired benchmark: every side gets the same prompts at the same arrivals, in interleaved rounds.
 
 A shared machine drifts by tens of percent in minutes, so measuring side after side would measure the drift. Here all
-servers run, idle servers sleep, and rounds go A B C, A B C, ...: a ratio is taken within a round, and the report
-shows the median over rounds with quartiles. The price is memory for all sides at once.
+servers run, idle servers sleep, and rounds go A B C, C B A, A B C, ...: a ratio is taken within a round, no side is
+always the later one, and the report shows the median over rounds with quartiles. The price is memory for all sides at
+once.
 
 The two baselines of ``--baseline MODEL`` answer different questions. ``baseline`` is the unoptimized model (recipe
 ``baseline``) on the same runtime and shows the gain of the passes. ``transformers`` is the model in plain
@@ -12,16 +13,19 @@ transformers and shows the whole gain of a user.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from optkit.bench import client, servers, workload
 from optkit.bench.environment import environment, load_average
 from optkit.bench.metrics import LatencyBounds
 from optkit.bench.records import RequestRecord
 from optkit.bench.result import BenchResult, Turn
+from optkit.bench.server_counters import cache_counters
+from optkit.bench.validity import TurnConditions
 from optkit.errors import UserError
 from optkit.text.load import load_tokenizer
 
@@ -49,6 +53,7 @@ def run_bench(
     slo: LatencyBounds | None = None,
     definitions: str = "optkit",
     progress: Progress = lambda _line: None,
+    claims: tuple[str, ...] = (),
 ) -> BenchResult:
     """Start every side, run ``rounds`` interleaved rounds, stop all servers.
 
@@ -57,31 +62,79 @@ def run_bench(
     """
     ids = workload.text_ids(load_tokenizer(tokenizer_dir))
     workloads = [workload.build(config, ids, round_) for round_ in range(rounds)]
-    warmup = warmups(config, ids, num_warmups)
     names = [side.name for side in sides]
-    result = BenchResult(config, names, [], slo or LatencyBounds(), definitions, environment())
-    with ExitStack() as stack:
-        running = [_Running(side, _start(side, stack, progress)) for side in sides]
-        for side in running:
-            if warmup:
-                progress(f"{side.name}: warm-up")
-                side.run(warmup)
+    with session(sides, ids, progress) as running:
+        bounds = slo or LatencyBounds()
+        result = BenchResult(config, names, [], bounds, definitions, running.environment, claims)
+        running.warm_up(config, num_warmups)
         for round_, load in enumerate(workloads):
-            for side in running:
+            for side in running.in_turn(round_):
                 progress(f"round {round_ + 1} of {rounds}: {side.name}")
-                result.turns.append(_turn(side, round_, load))
+                result.turns.append(side.turn(round_, load))
     return result
 
 
-class _Running:
-    """A side with a running server."""
+@dataclass(frozen=True)
+class RunningSide:
+    """A side with a server that answers."""
 
-    def __init__(self, side: Side, url: str) -> None:
-        self.name, self.url, self.api_key = side.name, url, side.api_key
-        self.model = servers.model_name(url, side.api_key)
+    name: str
+    url: str
+    model: str
+    api_key: str | None
 
     def run(self, load: workload.RequestSchedule) -> list[RequestRecord]:
+        """Send a workload; without a record of the conditions."""
         return client.run_workload(self.url, self.model, load, self.api_key)
+
+    def turn(self, round_: int, load: workload.RequestSchedule) -> Turn:
+        """Send a workload after the threads of the last server went to sleep, and record the conditions."""
+        time.sleep(SETTLE)
+        before, cache = load_average(), cache_counters(self.url, self.api_key)
+        records, client_load = client.run_watched(self.url, self.model, load, self.api_key)
+        after = cache_counters(self.url, self.api_key) if cache else None
+        conditions = TurnConditions(
+            load_average(), client_load, after.since(cache) if after and cache else None
+        )
+        return Turn(self.name, round_, before, records, client.problems(records, load), conditions)
+
+
+@dataclass(frozen=True)
+class Session:
+    """Running sides, and the text of the prompts. ``environment`` is that before any server was started."""
+
+    sides: tuple[RunningSide, ...]
+    ids: Sequence[int]
+    progress: Progress
+    environment: dict[str, Any] = field(default_factory=dict)
+
+    def warm_up(self, config: workload.WorkloadConfig, count: int) -> None:
+        """Send ``count`` unmeasured requests to each side."""
+        load = warmups(config, self.ids, count)
+        for side in self.sides if load else ():
+            self.progress(f"{side.name}: warm-up")
+            side.run(load)
+
+    def in_turn(self, round_: int) -> Sequence[RunningSide]:
+        """The sides in the order of a round: A B, then B A, so no side always comes after the other."""
+        return self.sides[::-1] if round_ % 2 else self.sides
+
+
+@contextmanager
+def session(sides: Sequence[Side], ids: Sequence[int], progress: Progress) -> Iterator[Session]:
+    """Start all sides; stop the started servers at the end.
+
+    Raises:
+        UserError: a server does not come up.
+    """
+    before = environment()
+    with ExitStack() as stack:
+        urls = [_start(side, stack, progress) for side in sides]
+        running = [
+            RunningSide(side.name, url, servers.model_name(url, side.api_key), side.api_key)
+            for side, url in zip(sides, urls, strict=True)
+        ]
+        yield Session(tuple(running), ids, progress, before)
 
 
 def warmups(
@@ -90,9 +143,10 @@ def warmups(
     """A workload of ``count`` warm-up requests with separate prompts; None for no requests."""
     if count < 1:
         return None
-    values = config.to_dict() | {"num_prompts": count, "seed": config.seed + 1_000_003, "request_rate": None}
-    values["max_concurrency"] = config.max_concurrency or 1
-    return workload.build(workload.WorkloadConfig(**values), ids)
+    few = workload.WorkloadConfig(
+        count, config.input_len, config.output_len, config.max_concurrency or 1, seed=config.seed + 1_000_003
+    )
+    return workload.build(few, ids)
 
 
 def _start(side: Side, stack: ExitStack, progress: Progress) -> str:
@@ -105,11 +159,16 @@ def _start(side: Side, stack: ExitStack, progress: Progress) -> str:
     return stack.enter_context(servers.running(side.command(port), port))
 
 
-def _turn(side: _Running, round_: int, load: workload.RequestSchedule) -> Turn:
-    time.sleep(SETTLE)
-    average = load_average()
-    records = side.run(load)
-    return Turn(side.name, round_, average, records, client.problems(records, load))
+def open_session(
+    sides: Sequence[Side],
+    config: workload.WorkloadConfig,
+    tokenizer_dir: str,
+    progress: Progress = lambda _line: None,
+) -> AbstractContextManager[Session]:
+    """``session`` with prompts from the tokenizer in ``tokenizer_dir``; the requests are built once before."""
+    ids = workload.text_ids(load_tokenizer(tokenizer_dir))
+    workload.build(config, ids)
+    return session(sides, ids, progress)
 
 
 # -- sides ------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from rich.table import Table
 
 from optkit.bench.metrics import DEFINITIONS
 from optkit.bench.result import BenchResult, Key
+from optkit.bench.statistics import misses_allowed, samples_needed
 
 NAMES = {
     "output_throughput": "output tok/s",
@@ -13,13 +14,19 @@ NAMES = {
     "goodput": "goodput req/s",
     "slo_attainment": "SLO share",
 }
-ENOUGH_FOR_P99 = 100  # requests a round
+NOT_SHOWN = "not shown"
 
 
 def rows(result: BenchResult) -> list[tuple[str, Key]]:
-    """(label, number) for every line; p99 only if a round has at least ``ENOUGH_FOR_P99`` requests."""
-    keys = [k for k in result.numbers() if k[-1] != "p99" or result.config.num_prompts >= ENOUGH_FOR_P99]
+    """(label, number) for every line; p99 only where the first side has enough requests."""
+    keys = [k for k in result.numbers() if k[-1] != "p99" or _shown(result, result.sides[0], k)]
     return [*((_label(key), key) for key in keys), ("failed", ("failed",))]
+
+
+def _shown(result: BenchResult, side: str, key: Key) -> bool:
+    """Return False for a percentile beyond the number of requests of ``side``, over all rounds."""
+    q = float(key[-1][1:]) if key[0] == "latency_ms" and key[-1][0] == "p" else 50.0
+    return q <= 50 or misses_allowed(result.finished(side), q) is not None
 
 
 def _label(key: Key) -> str:
@@ -34,9 +41,11 @@ def table(result: BenchResult) -> Table:
     for name in [first, *(text for side in others for text in (side, f"x {side}"))]:
         grid.add_column(name, justify="right")
     for label, path in rows(result):
-        cells = [_cell(result.statistic(first, path))]
+        cells = [_cell(result.statistic(first, path)) if _shown(result, first, path) else NOT_SHOWN]
         for side in others:
-            cells += [_cell(result.statistic(side, path)), _cell(result.ratio(side, path))]
+            shown = _shown(result, first, path) and _shown(result, side, path)
+            pair = result.statistic(side, path), result.ratio(side, path)
+            cells += [_cell(value) if shown else NOT_SHOWN for value in pair]
         grid.add_row(label, *cells)
     return grid
 
@@ -48,6 +57,10 @@ def legend(result: BenchResult) -> list[str]:
         f"median ±half the interquartile range over {count} interleaved rounds of {result.config.num_prompts} "
         "requests; percentiles interpolate linearly; failed requests are not in latencies and are SLO misses",
     ]
+    if not all(_shown(result, first, ("latency_ms", "", "p95")) for first in result.sides):
+        lines.append(
+            f"a p95 is not shown below {samples_needed(95)} requests, a p99 below {samples_needed(99)}"
+        )
     if others:
         lines.append(
             f"x {others[0]}: {first} / {others[0]}, taken within each round; latencies: below 1 is faster"

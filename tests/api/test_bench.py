@@ -53,7 +53,9 @@ def test_a_report_reads_medians_and_verdicts_of_paired_rounds() -> None:
     worse = Verdict("ttft", "b", (1.2, 1.3))
     report = BenchReport(made(), verdicts=(worse,))
     assert report.median("ttft") == 2000.0 and report.median("ttft", side="b") == 6000.0
-    assert report.exit_code == 4 and report.lines() == [worse.line()]
+    assert report.exit_code == 4 and report.lines()[-1] == worse.line()
+    assert report.lines()[0].startswith("do not trust this: a: a p95 of 3 requests")
+    assert report.intervals() == ["no intervals: an interval needs 6 rounds, 3 were run (--rounds 6)"]
     assert BenchReport(made(), ("p95",), (worse,)).exit_code == 3
     assert BenchReport(made(), verdicts=(Verdict("ttft", "b", (0.5, 1.3)),)).exit_code == 0
 
@@ -64,10 +66,26 @@ def test_bounds_of_the_artifact_s_recipe_decide_the_exit_code(
     recipe = parse_recipe("schema_version: 1\nname: p\npasses: {}\nslo: {ttft_ms: 0.0001}\n")
     monkeypatch.setattr(Artifact, "open", lambda path, verify=True: SimpleNamespace(recipe=recipe))
     with FakeServer(normal).run() as url:
-        monkeypatch.setattr(sides, "artifact_side", lambda artifact: bench_run.Side("optkit", url=url))
+        monkeypatch.setattr(sides, "artifact_side", lambda artifact, name: bench_run.Side("optkit", url=url))
         report = optkit.bench(tmp_path, slo="recipe", **SMALL)
     assert report.result.slo == LatencyBounds(ttft=0.0001)
     assert report.exit_code == 3
+
+
+def test_assertions_decide_the_exit_code_and_sides_are_compared() -> None:
+    more = SMALL | {"rounds": None, "num_prompts": 10}
+    with FakeServer(normal).run() as url:
+        against = [f"old={url}"]
+        held = optkit.bench(
+            url=url, against=against, assertions=["ttft_p50<=1000x old", "ttft_p95<60s"], **more
+        )
+        failed = optkit.bench(url, against=against, assertions=["ttft_p50<=0.001x baseline"], **more)
+    assert [checked.outcome for checked in held.assertions] == ["held", "held"]
+    assert held.exit_code == 0 and held.result.sides == ["server", "old"]
+    assert len(held.result.turns) == 12  # six rounds, for intervals
+    assert failed.exit_code == 5 and failed.assertions[0].outcome == "failed"
+    assert any(line.startswith("ttft_p50: ") for line in held.intervals())
+    assert any(line.startswith("failed: ") for line in failed.lines())
 
 
 @pytest.mark.parametrize(
@@ -80,6 +98,10 @@ def test_bounds_of_the_artifact_s_recipe_decide_the_exit_code(
         ({"url": "http://x", "rounds": 0}, "at least one round"),
         ({"url": "http://x", "slo": {"tft": 1}}, "unknown metric: tft"),
         ({"artifact": "/nowhere"}, "no such artifact"),
+        ({"url": "http://x", "assertions": ["ttft<3"]}, "did you mean 'ttft_p95'"),
+        ({"url": "http://x", "assertions": ["ttft_p50<1x old"]}, "no side 'old'"),
+        ({"url": "http://x", "turns": 3}, "no whole number of conversations"),
+        ({"url": "http://x", "against": ["/nowhere"]}, "no such artifact"),
     ],
 )
 def test_wrong_arguments_are_user_errors(arguments: dict[str, Any], message: str) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from itertools import pairwise
 
 import pytest
 from starlette.responses import JSONResponse
@@ -114,6 +115,21 @@ def test_open_loop_sends_in_order_and_not_before_the_arrival():
     _, load, records = run(normal, num_prompts=6, request_rate=50.0, max_concurrency=None)
     for r, request in zip(records, load.requests, strict=True):
         assert r.send >= r.scheduled == pytest.approx(records[0].scheduled + request.arrival)
+
+
+def test_turns_of_a_conversation_wait_for_each_other_and_hold_a_client():
+    server, load, records = run(normal, num_prompts=6, turns=3, max_concurrency=1)
+    assert [tuple(body["prompt"]) for body in server.bodies] == [r.prompt_ids for r in load.requests]
+    assert server.most_active == 1 and [r.index for r in records] == list(range(6))
+    for before, r in pairwise(records):
+        assert r.send >= before.done
+        assert r.index % 3 == 0 or r.scheduled >= before.done
+
+
+def test_cache_hits_are_no_problem_where_prompts_share_prefixes():
+    script = lambda body: [text("a"), usage(len(body["prompt"]), 4, cached=5), "[DONE]"]  # noqa: E731
+    _, load, records = run(script, num_prompts=2, shared_prefix_len=6)
+    assert problems(records, load) == [] and [r.cached_tokens for r in records] == [5, 5]
 
 
 def test_problems_name_wrong_lengths_and_cache_hits():

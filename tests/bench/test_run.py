@@ -25,11 +25,16 @@ def test_run_bench_alternates_sides_on_identical_requests():
         servers[name] = FakeServer(lambda body, name=name: order.append(name) or normal(body))
     with servers["a"].run() as a, servers["b"].run() as b:
         result = run_bench([Side("a", url=a + "/v1"), Side("b", url=b)], CONFIG, "", rounds=3, num_warmups=1)
-    assert "".join(order) == "ab" + "aabb" * 3
+    assert "".join(order) == "ab" + "aabb" + "bbaa" + "aabb"
     assert servers["a"].bodies == servers["b"].bodies
     prompts = [tuple(body["prompt"]) for body in servers["a"].bodies]
     assert len(set(prompts)) == len(prompts) == 7
-    assert [(t.side, t.round) for t in result.turns] == [(s, i) for i in range(3) for s in "ab"]
+    assert [(t.side, t.round) for t in result.turns] == [
+        *[("a", 0), ("b", 0)],
+        *[("b", 1), ("a", 1)],  # no side is always the later one
+        *[("a", 2), ("b", 2)],
+    ]
+    assert all(t.conditions and t.conditions.client.cpu_share >= 0 for t in result.turns)
     assert result.problems() == [] and all(t.load_average >= 0 for t in result.turns)
     assert {"cpu", "packages", "command", "cores"} <= set(result.environment)
 

@@ -47,6 +47,15 @@ def test_bench_prints_a_table_and_saves_a_result_when_a_url_is_given(no_model, c
         ["--url", "http://127.0.0.1:9", "--slo", "ttft:1", "--goodput", "ttft:2"],
         ["--url", "http://127.0.0.1:9", "--definitions", "vlm"],
         ["--url", "http://127.0.0.1:9", "--output-len", "0"],
+        ["--url", "http://127.0.0.1:9", "--assert", "fast"],
+        ["--url", "http://127.0.0.1:9", "--sweep", "--find-rate"],
+        ["--url", "http://127.0.0.1:9", "--find-rate"],
+        ["--url", "http://127.0.0.1:9", "--sweep", "--assert", "ttft_p50<3ms"],
+        ["--url", "http://127.0.0.1:9", "--sweep", "--max-concurrency", "2"],
+        ["--url", "http://127.0.0.1:9", "--find-rate", "--slo", "ttft:1", "--rounds", "2"],
+        ["--url", "http://127.0.0.1:9", "--probes", "2"],
+        ["--url", "http://127.0.0.1:9", "--trace", "nowhere"],
+        ["--url", "http://127.0.0.1:9", "--trace-scale", "a/b"],
     ],
 )
 def test_bench_exits_with_2_when_arguments_are_wrong(no_model, words):
@@ -65,3 +74,36 @@ def test_bench_sends_the_api_key_to_the_url(no_model, monkeypatch):
         words = ["bench", "--url", url, "--num-prompts", "1", "--rounds", "1", "--num-warmups", "0", "--json"]
         assert main.run([*words, "--input-len", "4", "--output-len", "1"]) == 0
     assert {h.get("authorization") for h in server.headers} == {"Bearer secret"}
+
+
+FEW = ["--num-prompts", "6", "--input-len", "4", "--output-len", "2", "--num-warmups", "0"]
+
+
+def test_bench_exits_with_5_when_an_assertion_is_not_held(no_model, capsys):
+    with FakeServer(normal).run() as url:
+        words = ["bench", url, *FEW, "--rounds", "1", "--assert"]
+        assert main.run([*words, "ttft_p50<60s"]) == 0
+        assert main.run([*words, "ttft_p95<60s"]) == 5
+    err = capsys.readouterr().err
+    assert "held: ttft_p50<60s" in err and "not shown: ttft_p95<60s: 59 requests needed, 6 measured" in err
+
+
+def test_bench_finds_a_rate(no_model, capsys, tmp_path):
+    file = tmp_path / "rate.json"
+    with FakeServer(normal).run() as url:
+        words = ["bench", url, *FEW, "--find-rate", "--probes", "2", "--request-rate", "50"]
+        assert main.run([*words, "--slo", "ttft:60000", "--save-result", str(file)]) == 0
+        assert main.run([*words, "--slo", "ttft:0.0001", "--json"]) == 3
+    out = capsys.readouterr()
+    assert "100/s" in out.out and "requests/s hold" in out.err and "no rate holds" in out.err
+    assert json.loads(file.read_text())["kind"] == "find-rate"
+
+
+def test_bench_sweeps(no_model, capsys):
+    with FakeServer(normal).run() as url:
+        assert main.run(["bench", "--url", url, *FEW, "--sweep", "--probes", "1"]) == 0
+        plain = capsys.readouterr().out
+        assert main.run(["bench", url, *FEW, "--sweep", "--probes", "1", "--goodput", "ttft:60000"]) == 0
+    out = capsys.readouterr().out
+    assert "synchronous" in out and "all at once" in out
+    assert "goodput req/s" in out and "goodput" not in plain

@@ -1,0 +1,1 @@
+"""Further load generators, unmodified, beside ``optkit bench`` on a server: the same load, the same formulas."""

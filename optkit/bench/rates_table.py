@@ -1,0 +1,80 @@
+"""Tables of ``optkit bench --sweep`` and ``--find-rate``: a row for each load."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from optkit.bench.comparison import Quantity
+from optkit.bench.rates import FoundRate, Sweep
+from optkit.bench.result import BenchResult
+from optkit.bench.statistics import percentile_bounds, samples_needed
+from optkit.bench.table import NOT_SHOWN
+from optkit.bench.validity import grows, queue_of
+
+COLUMNS = ("requests/s", "output tok/s", "TTFT p50 ms", "TTFT p95 ms", "TPOT p50 ms", "E2E p50 ms")
+LEGEND = (
+    "[low, high]: 95 % bounds of the percentile by order statistics over all requests of the row, each side apart; "
+    f"a p95 is not shown below {samples_needed(95)} requests",
+    "queue: grows where the slope of the requests in the system is positive at 95 %, so the load is above capacity",
+)
+
+
+def sweep_table(found: Sweep) -> Table:
+    """A row for each load and side."""
+    grid = Table(box=None, pad_edge=False)
+    grid.add_column("load", no_wrap=True)
+    bounded = ("goodput req/s",) if found.points[0].result.slo.bounds() else ()
+    for name in (*(("side",) if len(found.sides) > 1 else ()), *COLUMNS, *bounded, "queue"):
+        grid.add_column(name, justify="right")
+    for point in found.points:
+        for side in found.sides:
+            named = [side] if len(found.sides) > 1 else []
+            good = [number(point.result, side, "goodput")] if bounded else []
+            grid.add_row(point.label, *named, *cells(point.result, side), *good, queue(point.result, side))
+    return grid
+
+
+def rate_table(found: FoundRate) -> Table:
+    """A row for each probe, in the order of the rates."""
+    grid = Table(box=None, pad_edge=False)
+    for name in ("rate", *COLUMNS, "queue", "promise"):
+        grid.add_column(name, justify="right")
+    for probe in sorted(found.probes, key=lambda probe: probe.rate):
+        row = cells(probe.result, found.side), queue(probe.result, found.side)
+        grid.add_row(f"{probe.rate:.3g}/s", *row[0], row[1], "held" if probe.held else "broken")
+    return grid
+
+
+def cells(result: BenchResult, side: str) -> list[str]:
+    """The numbers of a side at one load."""
+    text = [number(result, side, name) for name in ("request_throughput", "output_throughput")]
+    latencies = (Quantity("ttft", 50), Quantity("ttft", 95), Quantity("tpot", 50), Quantity("e2e", 50))
+    return [*text, *(_percentile(result, side, of) for of in latencies)]
+
+
+def number(result: BenchResult, side: str, name: str) -> str:
+    """The median over rounds of a rate."""
+    found = result.statistic(side, (name,))
+    return f"{found['median']:.3g}" if found else "-"
+
+
+def queue(result: BenchResult, side: str) -> str:
+    """``grows``, or the average growth in requests over a round."""
+    found = [queue_of(turn) for turn in result.turns if turn.side == side]
+    if not result.config.open_loop or None in found:
+        return "-"
+    if any(grows(one) for one in found):
+        return "grows"
+    return f"{sum(one.growth for one in found if one) / len(found):+.1f}"
+
+
+def _percentile(result: BenchResult, side: str, of: Quantity) -> str:
+    records = result.records(side)
+    value = of.of(records)
+    samples = [sample for r in records for sample in of.samples(r)]
+    bounds = percentile_bounds(samples, of.q or 50.0, sum(not r.ok for r in records))
+    if value is None:
+        return "-"
+    if bounds.high is None or bounds.low is None:
+        return NOT_SHOWN if of.q != 50 else f"{value:.3g}"
+    return f"{value:.3g} [{bounds.low:.3g}, {bounds.high:.3g}]"

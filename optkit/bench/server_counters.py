@@ -1,0 +1,45 @@
+"""Counters of a measured server from ``/metrics``: prompt tokens looked up in its prefix cache, and found there.
+
+vLLM's names, which optkit has as well. A server without ``/metrics``, or without the counters, is no error.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import httpx
+
+SAMPLE = re.compile(
+    r"^vllm:prefix_cache_(queries|hits)(?:_total)?(?:\{[^}]*\})? ([0-9.eE+-]+)$", re.MULTILINE
+)
+
+
+@dataclass(frozen=True)
+class CacheCounters:
+    """Prompt tokens that a prefix cache was asked for and had, summed over engines."""
+
+    queries: float
+    hits: float
+
+    def since(self, before: CacheCounters) -> CacheCounters:
+        """The difference to an earlier state."""
+        return CacheCounters(self.queries - before.queries, self.hits - before.hits)
+
+
+def cache_counters(url: str, api_key: str | None = None) -> CacheCounters | None:
+    """The counters now; None where the server has none."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        response = httpx.get(f"{url}/metrics", headers=headers, timeout=5, trust_env=False)
+    except httpx.HTTPError:
+        return None
+    return parse(response.text) if response.status_code == 200 else None
+
+
+def parse(text: str) -> CacheCounters | None:
+    """The counters of Prometheus text; None without both."""
+    sums: dict[str, float] = {}
+    for name, value in SAMPLE.findall(text):
+        sums[name] = sums.get(name, 0.0) + float(value)
+    return CacheCounters(sums["queries"], sums["hits"]) if {"queries", "hits"} <= sums.keys() else None

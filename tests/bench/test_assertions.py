@@ -1,0 +1,112 @@
+"""Claims: held, failed or not shown, at the sample sizes of exact order statistics."""
+
+from __future__ import annotations
+
+import pytest
+
+from optkit.bench.assertions import Checked, parse, parse_all
+from optkit.errors import UserError
+from tests.support.rounds import broken, record, result_of
+
+
+def checked(text: str, requests: int, late: int = 0, failed: int = 0, rounds: int = 1) -> Checked:
+    """A claim on requests with a TTFT of 500 ms, of which ``late`` take 900 ms and ``failed`` fail."""
+    made = result_of(rounds, requests, lambda side, r, i: 0.9 if i < late else 0.5, sides=("a",))
+    for turn in made.turns:
+        turn.records[requests - failed :] = [broken(i) for i in range(requests - failed, requests)]
+    return parse(text).check(made)
+
+
+@pytest.mark.parametrize("text", ["ttft_p95<700ms", "ttft_p95 <= 0.7 s", "95%:ttft<700ms,tpot<150ms"])
+@pytest.mark.parametrize(
+    ("requests", "late", "failed", "outcome"),
+    [
+        (58, 0, 0, "not shown"),
+        (59, 0, 0, "held"),
+        (92, 1, 0, "not shown"),
+        (93, 1, 0, "held"),
+        (93, 0, 1, "held"),
+        (124, 1, 1, "held"),
+        (124, 2, 1, "not shown"),
+        (124, 30, 0, "failed"),
+    ],
+)
+def test_a_percentile_and_a_share_need_their_sample_size(
+    text: str, requests: int, late: int, failed: int, outcome: str
+) -> None:
+    assert checked(text, requests, late, failed).outcome == outcome
+
+
+def test_a_share_needs_all_bounds_at_once() -> None:
+    assert checked("95%:ttft<700ms,tpot<99ms", 124).outcome == "failed"
+    assert "0 of 59 requests miss, 0 may" in checked("95%:ttft<700ms,tpot<150ms", 59).detail
+    assert checked("99%:ttft<700ms", 298).line() == (
+        "not shown: 99%:ttft<700ms: 299 requests needed, 298 measured"
+    )
+
+
+def test_lines_say_the_bound_that_is_shown() -> None:
+    assert checked("ttft_p95<700ms", 59).line() == (
+        "held: ttft_p95<700ms: below 500 ms with 95 % confidence (59 requests)"
+    )
+    assert checked("ttft_p95<700ms", 124, late=30).detail.startswith("above 900 ms")
+    assert checked("ttft_p50>400ms", 20).outcome == "held"
+    assert checked("ttft_p50>600ms", 20).outcome == "failed"
+
+
+def test_rates_and_means_need_rounds() -> None:
+    assert checked("output_throughput>0.1", 5, rounds=5).outcome == "not shown"
+    assert checked("output_throughput>0.1 tok/s", 5, rounds=6).outcome == "held"
+    assert checked("output_throughput>100", 5, rounds=6).outcome == "failed"
+    assert checked("ttft_mean<700ms", 5, rounds=6).outcome == "held"
+
+
+@pytest.mark.parametrize(
+    ("factors", "outcome"),
+    [
+        ((0.4,) * 6, "held"),
+        ((0.4, 0.45, 0.4, 0.4, 0.4, 0.6), "not shown"),
+        ((0.6,) * 6, "failed"),
+        ((0.4,) * 5, "not shown"),
+    ],
+)
+def test_a_ratio_is_held_by_its_whole_interval(factors: tuple[float, ...], outcome: str) -> None:
+    made = result_of(
+        len(factors), 3, lambda side, r, i: factors[r] * (i + 1) if side == "a" else 1.0 * (i + 1)
+    )
+    assert parse("ttft_p50 <= 0.5x baseline").check(made).outcome == outcome
+    assert parse("ttft_p50 <= 0.5x b").check(made).outcome == outcome
+
+
+def test_a_ratio_with_failed_requests_is_not_shown() -> None:
+    made = result_of(6, 3, lambda side, r, i: 0.1 if side == "a" else 1.0)
+    made.turns[0].records[0] = broken(0)
+    assert parse("ttft_p50<=0.5x b").check(made).outcome == "not shown"
+
+
+def test_throughput_can_be_compared_as_well() -> None:
+    made = result_of(6, 3, lambda side, r, i: 0.1, sides=("a", "b"))
+    for turn in made.turns:
+        if turn.side == "b":
+            turn.records[:] = [record(i, 0.1, tpot=2.0, send=r.send) for i, r in enumerate(turn.records)]
+    assert parse("output_throughput >= 1.05x b").check(made).outcome == "held"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "ttft", "ttft<700", "ttft_p95=700", "ttft_p95<fast", "tftt_p95<700ms", "ttft_p95<30tok/s",
+        "output_throughput>3ms", "95%:", "95%:ttft", "95%:itl<3", "0%:ttft<3", "100%:ttft<3", "ttft_p50<=x b",
+    ],
+)  # fmt: skip
+def test_what_is_no_claim_is_one_clear_line(text: str) -> None:
+    with pytest.raises(UserError):
+        parse(text)
+
+
+def test_sides_of_claims_are_checked_before_the_run() -> None:
+    assert len(parse_all(["ttft_p50<1x old", "ttft_p50<1x"], ["new", "old"])) == 2
+    for sides in (["new"], ["new", "x", "y"]):
+        with pytest.raises(UserError, match="no side"):
+            parse_all(["ttft_p50<1x baseline"], sides)
+    assert parse_all(["ttft_p50<1x baseline"], ["new", "baseline", "transformers"])

@@ -1,0 +1,105 @@
+"""The comparison of load generators: their reports, and the command with stand-ins for the tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bench.clients import __main__ as command
+from bench.clients import tools
+from bench.clients.tools import Load, Numbers, Target, ToolError
+from tests.support.fake_server import FakeServer, text, usage
+
+GUIDELLM = {
+    "benchmarks": [
+        {
+            "metrics": {
+                "request_totals": {"successful": 4},
+                "time_to_first_token_ms": {"successful": {"mean": 20.0}},
+                "inter_token_latency_ms": {"successful": {"mean": 5.0}},
+                "output_tokens_per_second": {"successful": {"mean": 100.0}},
+            }
+        }
+    ]
+}
+AIPERF = {
+    "request_count": {"avg": 4.0},
+    "time_to_first_token": {"avg": 20.0},
+    "inter_token_latency": {"avg": 5.0},
+    "output_token_throughput": {"avg": 100.0},
+}
+
+
+class Characters:
+    """A tokenizer with a token for each character."""
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> Any:
+        return SimpleNamespace(input_ids=[ord(c) for c in text])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+def test_reports_become_numbers_and_lost_requests_are_errors() -> None:
+    assert tools.of_guidellm(GUIDELLM, 4) == tools.of_aiperf(AIPERF, 4) == Numbers(20.0, 5.0, 100.0)
+    for read, report in ((tools.of_guidellm, GUIDELLM), (tools.of_aiperf, AIPERF)):
+        with pytest.raises(ToolError, match="of 5 requests"):
+            read(report, 5)  # type: ignore[operator]
+
+
+def test_a_tool_that_fails_shows_its_output(tmp_path: Path) -> None:
+    with pytest.raises(ToolError, match=r"code 3: .*broken"):
+        tools.run("x", ["sh", "-c", "echo broken; exit 3"], tmp_path)
+    with pytest.raises(ToolError, match="nowhere"):
+        tools.run("x", ["/nowhere"], tmp_path)
+
+
+def test_optkit_s_numbers_are_means_by_the_tool_s_formulas() -> None:
+    script = lambda body: [0.05, text("a"), 0.02, text("b"), usage(len(body["prompt"]), 2), "[DONE]"]  # noqa: E731
+    load = Load(("ab", "cd"), ((1, 2), (3, 4)), 2, 1)
+    with FakeServer(script).run() as url:
+        numbers = tools.optkit(Target(url, "m", Path()), load, "guidellm")
+    assert 50 <= numbers.ttft_ms < 500 and 20 <= numbers.itl_ms < 200
+    with FakeServer(lambda body: ["{"]).run() as url, pytest.raises(ToolError, match="2 requests failed"):
+        tools.optkit(Target(url, "m", Path()), load, "aiperf")
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.2])
+def test_the_command_compares_and_saves(
+    factor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sent: list[str] = []
+
+    def tool(program: Path, target: Target, load: Load, folder: Path) -> Numbers:
+        sent.extend(load.texts)
+        assert folder.is_dir() and all(len(x) == 8 for x in load.ids)
+        return Numbers(20.0 * factor, 5.0, 100.0)
+
+    def own(target: Target, load: Load, definitions: str) -> Numbers:
+        sent.extend(load.texts)
+        return Numbers(20.0, 5.0, 100.0)
+
+    @contextmanager
+    def running(command: list[str], port: int) -> Iterator[str]:
+        yield "http://x"
+
+    monkeypatch.setattr(command, "RUN", {"guidellm": tool, "aiperf": tool})
+    monkeypatch.setattr(tools, "optkit", own)
+    monkeypatch.setattr(command, "running", running)
+    monkeypatch.setattr(command, "model_name", lambda url: "m")
+    monkeypatch.setattr(command, "load_tokenizer", lambda directory: Characters())
+    monkeypatch.setattr(command, "text_ids", lambda tokenizer: list(range(33, 120)) * 3)
+    file = tmp_path / "r.json"
+    words = ["artifact", "--rounds", "2", "--requests", "3", "--input-len", "8", "--save-result", str(file)]
+    assert command.main(words) == (0 if factor == 1.0 else 1)
+    saved = json.loads(file.read_text())
+    assert saved["ratios"]["aiperf"]["ttft_ms"] == pytest.approx(factor)
+    assert saved["missed"] == ([] if factor == 1.0 else ["guidellm ttft_ms", "aiperf ttft_ms"])
+    assert len(sent) == 3 * 4 * 3  # three prompts, four sets, two rounds and a warm-up
+    assert ("MISSED" in capsys.readouterr().out) == (factor != 1.0)
