@@ -36,4 +36,7 @@ def planning_target(name: str) -> tuple[Target, str]:
     here = target_of(gpu)
     if here.name == wanted.name:
         return here, ""
-    return here, f"the recipe is for {wanted.name}; planned for the GPU of this machine, {gpu.text}, as {here.name}"
+    return (
+        here,
+        f"the recipe is for {wanted.name}; planned for the GPU of this machine, {gpu.text}, as {here.name}",
+    )

@@ -3,8 +3,8 @@
 The cost model needs two limits for each piece of work: arithmetic operations per second in each number type, and
 bytes per second from memory (the roofline of Williams, Waterman and Patterson, 2009). The ceilings of the machine at
 hand are **measured** once, in about two seconds, and cached: the cores of a virtual machine rarely match the data
-sheet. The ceilings of the machines in ``DATASHEETS`` come from the vendor's **data sheet** (dense, not sparse), which no
-kernel reaches. Other GPUs are measured (``target_cuda``). The field ``source`` names the origin.
+sheet. The ceilings of ``DATASHEETS`` come from the vendor's **data sheet** (dense, not sparse), which no kernel
+reaches. Other GPUs are measured (``target_cuda``). The field ``source`` names the origin.
 
 Units are FLOP/s, int8 operations/s (a multiply and an add are two) and bytes/s. Zero means no units for the type.
 """

@@ -103,8 +103,9 @@ def run_chain(graph: Graph, passes: Sequence[ResolvedPass], context: PassContext
     return Chain(list(passes), graphs, records)
 
 
-def chosen(resolved: Sequence[Resolved], pick: Callable[[Alternatives, list[ResolvedPass]], list[ResolvedPass]]
-           ) -> list[ResolvedPass]:
+def chosen(
+    resolved: Sequence[Resolved], pick: Callable[[Alternatives, list[ResolvedPass]], list[ResolvedPass]]
+) -> list[ResolvedPass]:
     """The passes in order, of alternatives those that ``pick`` chooses, given the passes before."""
     found: list[ResolvedPass] = []
     for item in resolved:
@@ -143,7 +144,9 @@ def resolved(name: str, options: dict[str, Any]) -> ResolvedPass:
     from optkit import passes  # type: ignore[attr-defined]
 
     pass_class: Any = passes.load(name)
-    return ResolvedPass(PassEntry(name=name, config=options), pass_class, pass_class.Config.model_validate(options))
+    return ResolvedPass(
+        PassEntry(name=name, config=options), pass_class, pass_class.Config.model_validate(options)
+    )
 
 
 def place_of(candidate: ResolvedPass, passes: Sequence[ResolvedPass]) -> int:

@@ -84,7 +84,7 @@ class MemoryPlan:
 
 
 def memory_plan(graph: Graph, recipe: Recipe, target: Target, contexts: Sequence[int]) -> MemoryPlan:
-    """The memory of ``graph`` on ``target`` with the limits of ``recipe``, for requests of each of ``contexts`` tokens."""
+    """The memory of ``graph`` on ``target`` with the limits of ``recipe``, for requests of ``contexts`` tokens."""
     lowered = as_lowered(graph, target) if target.kind == "cuda" else graph
     model = PlannedModel(
         lowered.meta.states,

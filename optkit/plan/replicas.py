@@ -36,7 +36,7 @@ ASSUMPTIONS = (
 
 @dataclass(frozen=True)
 class Demand:
-    """The predicted work of requests: seconds of a prefill by prompt tokens, of a decode step by sequences and context."""
+    """Predicted seconds of requests: a prefill by prompt tokens, a decode step by sequences and context."""
 
     prefill: Callable[[int], float]
     decode: Callable[[int, int], float]
@@ -76,7 +76,9 @@ def load(arrivals: Sequence[Arrival], replicas: int, demand: Demand) -> Load:
     places = demand.most_running(context)
     batch, tpot = equilibrium(rate * output, prefill_share, demand, context, places)
     if math.isinf(tpot):
-        reason = "prefill takes all the time" if prefill_share >= 1 else f"more than {places} requests at once"
+        reason = (
+            "prefill takes all the time" if prefill_share >= 1 else f"more than {places} requests at once"
+        )
         return Load(replicas, max(1.0, prefill_share), batch, (math.inf,) * 3, math.inf, reason)
     decode_share = rate * output * demand.decode(max(1, round(batch)), context) / max(1.0, batch)
     used = prefill_share + decode_share

@@ -32,7 +32,7 @@ class Shares:
 
     Attributes:
         compute: by unit; units without an entry reach ``other``.
-        bandwidth: of memory, by reading weights and KV.
+        bandwidth: of memory, by unit; units without an entry reach ``reading``.
         row_seconds: of a step, for each sequence: sampling, tables, bookkeeping.
         step_seconds: of a step, for the scheduler and the runner.
         source: the origin, for people.
@@ -40,13 +40,14 @@ class Shares:
 
     compute: dict[Unit, float]
     other: float
-    bandwidth: float
+    bandwidth: dict[Unit, float]
+    reading: float
     row_seconds: float
     step_seconds: float
     source: str
 
 
-FLOOR = Shares({}, 1.0, 1.0, 0.0, 0.0, "roofline: a floor, kernels reach less")
+FLOOR = Shares({}, 1.0, {}, 1.0, 0.0, 0.0, "roofline: a floor, kernels reach less")
 CPU = Shares(
     {
         Unit.FLOAT: 0.85,
@@ -57,7 +58,8 @@ CPU = Shares(
         Unit.PLAIN_ATTENTION: 0.5,
     },
     other=0.1,
-    bandwidth=0.75,
+    bandwidth={Unit.FLOAT: 0.3, Unit.ATTENTION: 0.5, Unit.PLAIN_ATTENTION: 0.1},
+    reading=0.75,
     row_seconds=5e-5,
     step_seconds=2e-4,
     source="shares of the peaks that optkit's kernels reach",

@@ -194,12 +194,13 @@ class StepModel:
             "activations": cost.activation_bytes / target.memory_bandwidth,
         }
         compute = arithmetic / self.shares.compute.get(op.unit, self.shares.other)
-        memory = sum(traffic.values()) / self.shares.bandwidth
+        reached = self.shares.bandwidth.get(op.unit, self.shares.reading)
+        memory = sum(traffic.values()) / reached
         if compute >= memory:
             total.compute[op.unit.value] += count * compute
         else:
             for name, seconds in traffic.items():
-                setattr(total, name, getattr(total, name) + count * seconds / self.shares.bandwidth)
+                setattr(total, name, getattr(total, name) + count * seconds / reached)
         total.floor += count * max(arithmetic, sum(traffic.values()))
         total.overhead += count * op.fixed
         total.flops += count * (cost.flops + cost.half_flops + cost.int8_ops)

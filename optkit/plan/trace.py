@@ -68,11 +68,11 @@ def row(line: str, where: str, scale: float) -> Arrival:
         least = 0 if key == "timestamp" else 1
         good = isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value < 1e15
         if not good or (key != "timestamp" and value > MOST_TOKENS):
-            raise UserError(f"'{key}' is {value!r:.40}, not a number from {least} on", where=where, fix=EXAMPLE)
+            raise UserError(
+                f"'{key}' is {value!r:.40}, not a number from {least} on", where=where, fix=EXAMPLE
+            )
     milliseconds, prompt, output = values
-    return Arrival(
-        float(milliseconds) / 1e3, max(1, round(prompt * scale)), max(1, round(output * scale))
-    )
+    return Arrival(float(milliseconds) / 1e3, max(1, round(prompt * scale)), max(1, round(output * scale)))
 
 
 def poisson(workload: Workload, rate: float, seed: int = 0) -> list[Arrival]:

@@ -69,9 +69,7 @@ def request(index: int, arrival: Arrival) -> EngineRequest:
     """Request number ``index``; no two prompts share a block."""
     prompt = (index + 2,) * arrival.prompt
     sampling = SamplingParams(max_tokens=arrival.output, temperature=0.0)
-    return EngineRequest(
-        request_id=str(index), prompt_ids=prompt, sampling=sampling, arrival=arrival.seconds
-    )
+    return EngineRequest(request_id=str(index), prompt_ids=prompt, sampling=sampling, arrival=arrival.seconds)
 
 
 def served(arrival: Arrival, first: float, last: float) -> Served:

@@ -33,7 +33,7 @@ def fast_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[i
 @pytest.mark.parametrize("name", sorted(DATASHEETS))
 def test_data_sheet_rows_are_consistent(name: str) -> None:
     row = get_target(name)
-    assert row.name == name and name.startswith(f"{row.kind}-") or name == "rocm-mi300x"
+    assert row.name == name and (name.startswith(f"{row.kind}-") or name == "rocm-mi300x")
     assert row.device == row.kind
     assert row.source == "datasheet"
     assert row.int8_ops >= 1.99 * row.bf16_flops > row.fp32_flops > row.memory_bandwidth
