@@ -15,7 +15,7 @@ from optkit.errors import OptkitError
 from optkit.evaluation.speed import workload_points
 from optkit.graph.ir import Graph
 from optkit.passes.base import PassContext, Stage
-from optkit.passes.resolve import Alternatives, Resolved, ResolvedPass, last_place
+from optkit.passes.resolve import ResolvedPass
 from optkit.pipeline import objective
 from optkit.pipeline.runner import keep_unmeasured, run_pass
 from optkit.plan.steps import StepModel
@@ -103,16 +103,6 @@ def run_chain(graph: Graph, passes: Sequence[ResolvedPass], context: PassContext
     return Chain(list(passes), graphs, records)
 
 
-def chosen(
-    resolved: Sequence[Resolved], pick: Callable[[Alternatives, list[ResolvedPass]], list[ResolvedPass]]
-) -> list[ResolvedPass]:
-    """The passes in order, of alternatives those that ``pick`` chooses, given the passes before."""
-    found: list[ResolvedPass] = []
-    for item in resolved:
-        found += [item] if isinstance(item, ResolvedPass) else pick(item, found)
-    return found
-
-
 def gains(chain: Chain, predict: Predict) -> list[Gain]:
     """The gain of each pass of the chain over the graph before it."""
     costs = [predict(graph) for graph in chain.graphs]
@@ -150,6 +140,6 @@ def resolved(name: str, options: dict[str, Any]) -> ResolvedPass:
 
 
 def place_of(candidate: ResolvedPass, passes: Sequence[ResolvedPass]) -> int:
-    """The index of the first pass that must not come before ``candidate``'s stage has begun."""
+    """The index of the first pass of ``candidate``'s stage or a later one."""
     stage: Stage = candidate.pass_class.stage
-    return next((index for index, one in enumerate(passes) if last_place(one) >= stage), len(passes))
+    return next((index for index, one in enumerate(passes) if one.pass_class.stage >= stage), len(passes))

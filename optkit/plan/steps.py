@@ -27,6 +27,7 @@ from optkit.machine.target import Target
 from optkit.plan.shares import BY_KIND, Shares, Unit
 
 BY_SEQUENCE = (Work.ATTENTION, Work.RECURRENT)  # ops whose work depends on the sequences of a step
+HALVES = 1.5  # int8 products for one of attention over an int8 cache: one for scores; two for values, of 16-bit weights
 INT4_BYTES = 0.75  # of a weight, with its scales: below, the weights are of four bits
 
 
@@ -163,18 +164,14 @@ class StepModel:
         graph, point = variants.at(self.graph, tokens), Point(tokens, sequences, max(2, tokens))
         values = infer_shapes(graph, point)
         return Counter(
-            OpCost(unit_of(node, values), node_cost(graph, node, values, point), self._fixed(node))
-            for node in calls(graph)
-            if work_of(node) not in BY_SEQUENCE
+            self._op(graph, node, values, point) for node in calls(graph) if work_of(node) not in BY_SEQUENCE
         )
 
     def _by_sequence(self, variant: int, point: Point) -> Counter[OpCost]:
         """The ops on sequences at ``point``."""
         graph, values = self.headed(variant)
         return Counter(
-            OpCost(unit_of(node, values), node_cost(graph, node, values, point), self._fixed(node))
-            for node in calls(graph)
-            if work_of(node) in BY_SEQUENCE
+            self._op(graph, node, values, point) for node in calls(graph) if work_of(node) in BY_SEQUENCE
         )
 
     def _headed(self, variant: int) -> tuple[Graph, Mapping[fx.Node, Any]]:
@@ -182,8 +179,13 @@ class StepModel:
         graph = variants.at(self.graph, variant)
         return graph, infer_shapes(graph, Point(1, 1, 2))
 
-    def _fixed(self, node: fx.Node) -> float:
-        return 0.0 if node.name in self.fused else DISPATCH_SECONDS[self.target.kind]
+    def _op(self, graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> OpCost:
+        """The cost of ``node`` at ``point``."""
+        unit = unit_of(node, values)
+        seconds = self.shares.calls.get(unit, self.shares.call_seconds)
+        fixed = DISPATCH_SECONDS[self.target.kind] if seconds is None else seconds
+        cost = node_cost(graph, node, values, point)
+        return OpCost(unit, cost, 0.0 if node.name in self.fused else fixed)
 
     def _add(self, total: StepTime, op: OpCost, count: int) -> None:
         cost, target = op.cost, self.target
@@ -233,7 +235,7 @@ def unit_of(node: fx.Node, values: Mapping[fx.Node, Any]) -> Unit:
     """The unit on which the op runs."""
     work = work_of(node)
     if work is Work.ATTENTION:
-        return Unit.PLAIN_ATTENTION if node.meta.get("kernel") == PLAIN else Unit.ATTENTION
+        return attention_unit(node, values)
     if work in (Work.POINTWISE, Work.GATHER, Work.RECURRENT):
         return Unit.OTHER
     op = ops.op_of(node)
@@ -249,8 +251,18 @@ def unit_of(node: fx.Node, values: Mapping[fx.Node, Any]) -> Unit:
     return Unit.FLOAT if x.dtype == torch.float32 else Unit.HALF
 
 
+def attention_unit(node: fx.Node, values: Mapping[fx.Node, Any]) -> Unit:
+    """The unit of attention, by kernel and type of the KV cache."""
+    if node.meta.get("kernel") == PLAIN:
+        return Unit.PLAIN_ATTENTION
+    pool = values[ops.argument(node, "k_cache")]
+    return Unit.ATTENTION_INT8 if pool.dtype == torch.int8 else Unit.ATTENTION
+
+
 def compute_seconds(unit: Unit, cost: Cost, target: Target) -> float:
     """Seconds of the arithmetic of ``cost`` at the peak rates; a type without units runs as float32."""
+    if unit is Unit.ATTENTION_INT8 and target.kind == "cpu" and target.int8_ops:
+        return HALVES * cost.flops / target.int8_ops
     eight = target.fp8_flops if unit is Unit.FP8 else target.int8_ops
     rates = (target.fp32_flops, target.bf16_flops, eight)
     work = (cost.flops, cost.half_flops, cost.int8_ops)

@@ -158,7 +158,10 @@ def checked(name: str, body: Any, document: Document) -> Row:
     try:
         return Row.model_validate(body)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        found = error.errors(include_url=False)
+        first = min(
+            found, key=lambda one: one["type"] != "extra_forbidden"
+        )  # a misspelt key explains a missing one
         path = (name, *first["loc"])
         raise UserError(problem(first, path), where=document.where(path), fix=remedy(first)) from error
 

@@ -29,7 +29,7 @@ def test_a_prediction_beyond_its_bound_is_named(capsys: pytest.CaptureFixture[st
         },
     }
     assert print_rows("r", found) == ["prefill 128, calibrated: +20.0%", "decode at 512, shares: -50.0%"]
-    assert "(+20.0%)" in capsys.readouterr().out and BOUNDS == {"shares": 0.3, "calibrated": 0.1}
+    assert "( +20.0%)" in capsys.readouterr().out and BOUNDS == {"shares": 0.3, "calibrated": 0.1}
     found["predicted"]["shares"]["prefill 128"] = float("nan")
     assert "prefill 128, shares: +nan%" in print_rows("r", found)
 
