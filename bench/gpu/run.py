@@ -123,14 +123,15 @@ def target_of(device: torch.device) -> str:
     Raises:
         SystemExit: the GPU has no data sheet, and the bounds would belong to another GPU.
     """
-    from optkit.machine.target_cuda import SHEETS
+    from optkit.machine.target_cuda import KERNELS, label, sheet_of
 
     if device.type != "cuda":
         return "cuda-h200"
     name = torch.cuda.get_device_name(device)
-    if name not in SHEETS:
+    sheet = sheet_of(name)
+    if sheet is None or sheet.isa[0] not in map(label, KERNELS):
         raise SystemExit(f"there is no data sheet for {name}; name the nearest target with --target")
-    return SHEETS[name]
+    return sheet.name
 
 
 def environment(settings: Settings) -> Row:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
 from optkit.bench.metrics import LatencyBounds
+from optkit.bench.slo import DEFAULT_STATISTIC, parse_slo
 from optkit.errors import UserError, nearest
 
+FIX = "write ttft:700,tpot:50"
 RECIPE = "recipe"  # in the place of bounds: those of the artifact's recipe
 
 
@@ -18,40 +21,39 @@ def bounds_of(given: str | Mapping[str, float] | None, artifact: Path | None) ->
         given: ``ttft:700,tpot:50``, ``{"ttft": 700}`` in milliseconds, or ``recipe``; None is no bound.
 
     Raises:
-        UserError: an unknown metric, no positive number, or a recipe without bounds.
+        UserError: an unknown metric, no positive number, a bound in another form, or a recipe without bounds.
     """
     if given == RECIPE:
         return recipe_bounds(artifact)
     if given is None or isinstance(given, str):
         return parse_bounds(given or "")
-    return checked({name: str(value) for name, value in given.items()}, str(dict(given)))
+    return checked(given, str(dict(given)))
 
 
 def parse_bounds(text: str) -> LatencyBounds:
-    """Parse ``ttft:700,tpot:50`` (milliseconds; commas or spaces) to LatencyBounds."""
-    parts = (part.partition(":") for part in text.replace(",", " ").split())
-    return checked({name: number for name, _, number in parts}, text)
+    """The bounds of an objective (``optkit.bench.slo``) such as ``ttft:700,tpot:50``: upper bounds on the p95."""
+    if not text.strip():
+        return LatencyBounds()
+    slo = parse_slo(text)
+    for term in slo.terms:
+        if term.metric not in LatencyBounds.__dataclass_fields__ or not term.is_upper or term.side:
+            raise UserError(f"{term} is no upper bound on ttft, tpot or e2e", where=f"--slo {text}", fix=FIX)
+        if term.statistic not in ("", DEFAULT_STATISTIC):
+            raise UserError(f"{term.statistic} in place of p95", where=f"--slo {text}", fix=FIX)
+    if slo.load or slo.share not in (None, 0.95):
+        raise UserError("a load or another share than 95 %", where=f"--slo {text}", fix=FIX)
+    return LatencyBounds(**{term.metric: term.value for term in slo.terms})
 
 
-def checked(numbers: Mapping[str, str], where: str) -> LatencyBounds:
-    """The bounds by metric, from text."""
-    for name in numbers:
+def checked(numbers: Mapping[str, float], where: str) -> LatencyBounds:
+    """The bounds by metric, in milliseconds."""
+    for name, number in numbers.items():
         if name not in LatencyBounds.__dataclass_fields__:
             fix = nearest(name, LatencyBounds.__dataclass_fields__)
             raise UserError(f"unknown metric: {name}", where=where, fix=fix)
-    return LatencyBounds(**{name: milliseconds(number, where) for name, number in numbers.items()})
-
-
-def milliseconds(number: str, where: str) -> float:
-    try:
-        value = float(number)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise UserError(
-            f"not a positive number of milliseconds: {number!r}", where=where, fix="write ttft:700"
-        )
-    return value
+        if isinstance(number, str) or not 0 < number < math.inf:
+            raise UserError(f"not a positive number of milliseconds: {number!r}", where=where, fix=FIX)
+    return LatencyBounds(**{name: float(number) for name, number in numbers.items()})
 
 
 def recipe_bounds(artifact: Path | None) -> LatencyBounds:

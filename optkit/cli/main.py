@@ -25,6 +25,7 @@ from optkit.machine import logs
 
 COMMANDS = {
     "optimize": "optkit.cli.optimize:optimize",
+    "plan": "optkit.cli.plan:plan",
     "serve": "optkit.cli.serve:serve",
     "bench": "optkit.cli.bench:bench",
     "inspect": "optkit.cli.inspect:inspect",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from optkit.machine.target import Target, get_target
-from optkit.machine.target_cuda import present_gpu
+from optkit.machine.target_cuda import first_gpu, present_gpu, target_of
 
 
 def present_target(name: str, where: str | None = None, fix: str | None = None) -> Target:
@@ -19,3 +19,24 @@ def present_target(name: str, where: str | None = None, fix: str | None = None) 
     if target.kind == "cpu":
         return target
     return present_gpu(target, where, fix)
+
+
+def planning_target(name: str) -> tuple[Target, str]:
+    """The machine to plan for with a recipe for the target ``name``, and a line about the choice, or an empty text.
+
+    A CUDA GPU that is here is planned by its own row of the table of hardware, or else by measured ceilings, also where
+    the recipe names another GPU. Without a GPU the plan is for the named one.
+    """
+    wanted = get_target(name)
+    if wanted.kind == "cpu":
+        return wanted, ""
+    gpu = first_gpu()
+    if gpu is None:
+        return wanted, f"no CUDA GPU here: planned for {wanted.name} from the data sheet"
+    here = target_of(gpu)
+    if here.name == wanted.name:
+        return here, ""
+    return (
+        here,
+        f"the recipe is for {wanted.name}; planned for the GPU of this machine, {gpu.text}, as {here.name}",
+    )

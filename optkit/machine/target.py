@@ -3,8 +3,8 @@
 The cost model needs two limits for each piece of work: arithmetic operations per second in each number type, and
 bytes per second from memory (the roofline of Williams, Waterman and Patterson, 2009). The ceilings of the machine at
 hand are **measured** once, in about two seconds, and cached: the cores of a virtual machine rarely match the data
-sheet. The ceilings of the GPUs in ``DATASHEETS`` come from the vendor's **data sheet** (dense, not sparse), which no
-kernel reaches. Other GPUs are measured (``target_cuda``). The field ``source`` names the origin.
+sheet. The ceilings of ``DATASHEETS`` come from the vendor's **data sheet** (dense, not sparse), which no kernel
+reaches. Other GPUs are measured (``target_cuda``). The field ``source`` names the origin.
 
 Units are FLOP/s, int8 operations/s (a multiply and an add are two) and bytes/s. Zero means no units for the type.
 """
@@ -15,8 +15,9 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,7 +49,8 @@ class Target:
     """A machine.
 
     Attributes:
-        name: ``cpu``, ``cuda-h100``, ``cuda-h200``, ``cuda-a100``, or ``cuda-`` and the name of another GPU.
+        name: ``cpu`` is the machine at hand. Others begin with the kind: ``cuda-h100``, ``cuda-`` and the name of a GPU
+            without a row in the table of hardware, ``cpu-graviton4``.
         kind: ``cpu`` or ``cuda``.
         isa: CPU: the instruction sets that decide between kernels. GPU: the compute capability, for example
             ``sm_90``; a GPU without own kernels also lists the older capabilities with kernels.
@@ -75,29 +77,28 @@ class Target:
         return self.kind
 
 
-def _gpu(name: str, capability: str, cores: int, gigabytes: int, tera: dict[str, float]) -> Target:
-    """A data sheet row; ``tera`` is in 1e12 per second."""
-    rates = {key: value * 1e12 for key, value in tera.items()}
-    return Target(
-        name,
-        "cuda",
-        (capability,),
-        cores,
-        gigabytes * 10**9,
-        **rates,
-        source="datasheet",  # type: ignore[arg-type]
-    )
+class DataSheets(Mapping[str, Target]):
+    """The rows of ``optkit.machine.hardware`` as targets, by the target's name; read on first use."""
+
+    def __getitem__(self, name: str) -> Target:
+        return _sheets()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_sheets())
+
+    def __len__(self) -> int:
+        return len(_sheets())
 
 
-_HOPPER = {"fp32_flops": 67.0, "int8_ops": 1979.0, "bf16_flops": 989.0, "fp8_flops": 1979.0}
-_AMPERE = {"fp32_flops": 19.5, "int8_ops": 624.0, "bf16_flops": 312.0, "fp8_flops": 0.0}
+@cache
+def _sheets() -> dict[str, Target]:
+    from optkit.machine.hardware import rows
 
-# NVIDIA data sheets, SXM parts, dense. fp32 is the CUDA cores' rate, without TF32.
-DATASHEETS = {
-    "cuda-h100": _gpu("cuda-h100", "sm_90", 132, 80, _HOPPER | {"memory_bandwidth": 3.35}),
-    "cuda-h200": _gpu("cuda-h200", "sm_90", 132, 141, _HOPPER | {"memory_bandwidth": 4.8}),
-    "cuda-a100": _gpu("cuda-a100", "sm_80", 108, 80, _AMPERE | {"memory_bandwidth": 2.039}),
-}
+    found = (row.target(name) for name, row in rows().items())
+    return {target.name: target for target in found}
+
+
+DATASHEETS = DataSheets()
 
 
 def get_target(name: str) -> Target:

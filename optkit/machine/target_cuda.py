@@ -10,13 +10,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 
 from optkit.errors import UserError
-from optkit.machine.target import DATASHEETS, Target, kept
+from optkit.machine.hardware import row_of_device
+from optkit.machine.target import Target, kept
 
-SHEETS = {  # CUDA device name -> target with a data sheet
-    "NVIDIA H100 80GB HBM3": "cuda-h100",
-    "NVIDIA H200": "cuda-h200",
-    "NVIDIA A100-SXM4-80GB": "cuda-a100",
-}
 KERNELS = ((9, 0), (8, 0))  # compute capabilities with kernels, newest first
 SHARED_MEMORY = {(9, 0): 232_448, (8, 0): 166_912}  # bytes, the most of one block
 FP8 = (8, 9)  # the first compute capability whose tensor cores take E4M3
@@ -111,10 +107,16 @@ def target_of(gpu: GPU) -> Target:
 
     A part of a GPU (MIG) has other cores than the data sheet and is measured.
     """
-    sheet = DATASHEETS.get(SHEETS.get(gpu.name, ""))
+    sheet = sheet_of(gpu.name)
     if sheet is not None and (gpu.cores, gpu.isa) == (sheet.cores, sheet.isa):
         return replace(sheet, memory_bytes=gpu.memory_bytes)
     return kept("cuda", asdict(gpu), lambda: measured(gpu))
+
+
+def sheet_of(device: str) -> Target | None:
+    """The target with the data sheet of the GPU reported as ``device``; None for a GPU without a row."""
+    found = row_of_device(device)
+    return found[1].target(found[0]) if found else None
 
 
 def measured(gpu: GPU) -> Target:

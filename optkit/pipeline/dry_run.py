@@ -14,7 +14,8 @@ from typing import Any
 from optkit.checkpoint.locate import resolve
 from optkit.checkpoint.validate import validate_checkpoint
 from optkit.evaluation.limits import FINAL_TOKENS
-from optkit.machine.target import Target, get_target
+from optkit.machine.present import planning_target
+from optkit.machine.target import Target
 from optkit.passes.base import PassContext, no_progress
 from optkit.passes.resolve import Alternatives, Resolved, ResolvedPass, resolve_passes
 from optkit.pipeline.alternatives import predicted_trials
@@ -45,7 +46,7 @@ def dry_run(
 
     resolved = resolve_passes(recipe)
     source = resolve(model, progress, weights=False).with_adapters(adapters)
-    target = get_target(recipe.target)
+    target, about_target = planning_target(recipe.target)
     progress("capturing the model without weights")
     graph = capture_planned(source.directory, recipe.runtime.max_model_len, source.adapters)
     baseline = {label: after for label, (_, after) in predict(graph, graph, recipe, target).items()}
@@ -69,5 +70,5 @@ def dry_run(
         "estimate": estimated(source.directory, resolved, target),
         "passes": passes,
         "alternatives": alternatives,
-        "notes": [*source.notes, *graph.notes],
+        "notes": [*source.notes, *graph.notes, *filter(None, [about_target])],
     }

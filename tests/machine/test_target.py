@@ -33,11 +33,10 @@ def fast_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[i
 @pytest.mark.parametrize("name", sorted(DATASHEETS))
 def test_data_sheet_rows_are_consistent(name: str) -> None:
     row = get_target(name)
-    assert row.name == name
-    assert row.device == "cuda"
+    assert row.name == name and (name.startswith(f"{row.kind}-") or name == "rocm-mi300x")
+    assert row.device == row.kind
     assert row.source == "datasheet"
-    assert row.int8_ops == 2 * row.bf16_flops or row.int8_ops == pytest.approx(2 * row.bf16_flops, rel=0.01)
-    assert row.memory_bandwidth < row.fp32_flops
+    assert row.int8_ops >= 1.99 * row.bf16_flops > row.fp32_flops > row.memory_bandwidth
 
 
 def test_get_target_names_the_nearest_when_the_name_is_unknown() -> None:

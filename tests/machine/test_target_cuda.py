@@ -12,7 +12,7 @@ import torch
 from optkit.errors import UserError
 from optkit.kernels.triton import common
 from optkit.machine import ceilings
-from optkit.machine.present import present_target
+from optkit.machine.present import planning_target, present_target
 from optkit.machine.target import DATASHEETS
 from optkit.machine.target_cuda import GPU, first_gpu, lack, target_of
 
@@ -55,17 +55,37 @@ def test_target_of_a_known_gpu_is_its_data_sheet_with_the_actual_memory(gpu: GPU
     assert target_of(gpu) == replace(DATASHEETS[name], memory_bytes=gpu.memory_bytes)
 
 
-def test_target_of_an_unknown_gpu_is_measured_once(
+def test_target_of_a_gpu_without_a_row_is_measured_once(
     rates: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put(monkeypatch, B200)
+    put(monkeypatch, replace(B200, name="NVIDIA B300", cores=160))
     found = present_target("cuda-h100")
-    assert (found.name, found.isa, found.cores) == ("cuda-b200", ("sm_100", "sm_90", "sm_80"), 148)
+    assert (found.name, found.isa, found.cores) == ("cuda-b300", ("sm_100", "sm_90", "sm_80"), 160)
     assert found.source == "measured" and found.memory_bandwidth == 1e11
     assert set(rates) == {torch.float32, torch.int8, torch.bfloat16, torch.float8_e4m3fn}
     assert common.supports_fp8(found)
     count = len(rates)
     assert present_target("cuda-a100") == found and len(rates) == count
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name"), [(L40S, "cuda-l40s"), (B200, "cuda-b200"), (RTX5090, "cuda-rtx-5090")]
+)
+def test_a_gpu_that_is_not_the_recipes_is_planned_by_its_own_row(
+    gpu: GPU, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(monkeypatch, gpu)
+    found, line = planning_target("cuda-h100")
+    assert found == replace(DATASHEETS[name], memory_bytes=gpu.memory_bytes)
+    assert gpu.name in line and name in line and "cuda-h100" in line
+
+
+def test_a_plan_without_a_gpu_is_for_the_named_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    put(monkeypatch, H100)
+    assert planning_target("cuda-h100")[1] == ""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found, line = planning_target("cuda-h100")
+    assert found == DATASHEETS["cuda-h100"] and "no CUDA GPU here" in line
 
 
 def test_target_of_a_part_of_a_gpu_is_measured(rates: list[torch.dtype]) -> None:

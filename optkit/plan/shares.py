@@ -1,0 +1,75 @@
+"""The shares of the peaks that kernels reach: the difference between a roofline and a prediction.
+
+No kernel reaches a ceiling. The shares of the CPU are from measurements of whole models through the runtime against
+the measured ceilings of the same machine (docs/planning.md has the table and the command); they are the kernels', and
+stand in for other CPUs too. For GPUs there are none: predictions are the roofline, a floor, until ``optkit plan
+--calibrate`` replaces the shares by measurements on the machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Unit(Enum):
+    """The arithmetic that an op runs on, by its name in tables."""
+
+    FLOAT = "float32"
+    HALF = "bfloat16"
+    INT8 = "int8"
+    INT4 = "int4"
+    WEIGHT_ONLY = "weight-only"
+    FP8 = "fp8"
+    ATTENTION = "attention"
+    ATTENTION_INT8 = "int8 attention"
+    PLAIN_ATTENTION = "PyTorch's attention"
+    OTHER = "other"
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Shares of the peak rates, in (0, 1], and the fixed times of a step.
+
+    Attributes:
+        compute: by unit; units without an entry reach ``other``.
+        bandwidth: of memory, by unit; units without an entry reach ``reading``.
+        calls: seconds of each call, by unit; units without an entry take ``call_seconds``, None is the cost model's.
+        row_seconds: of a step, for each sequence: sampling, tables, bookkeeping.
+        step_seconds: of a step, for the scheduler and the runner.
+        source: the origin, for people.
+    """
+
+    compute: dict[Unit, float]
+    other: float
+    bandwidth: dict[Unit, float]
+    reading: float
+    calls: dict[Unit, float]
+    call_seconds: float | None
+    row_seconds: float
+    step_seconds: float
+    source: str
+
+
+FLOOR = Shares({}, 1.0, {}, 1.0, {}, None, 0.0, 0.0, "roofline: a floor, kernels reach less")
+CPU = Shares(
+    {
+        Unit.FLOAT: 0.98,  # PyTorch's product, which is the ceiling's too
+        Unit.INT8: 0.8,
+        Unit.INT4: 0.68,
+        Unit.WEIGHT_ONLY: 0.6,
+        Unit.ATTENTION: 0.9,
+        Unit.ATTENTION_INT8: 0.36,
+        Unit.PLAIN_ATTENTION: 0.6,
+    },
+    other=0.1,
+    # PyTorch's product of one row reads weights slowly; plain attention gathers blocks of KV first
+    bandwidth={Unit.FLOAT: 0.31, Unit.ATTENTION: 0.3, Unit.PLAIN_ATTENTION: 0.1},
+    reading=0.95,
+    calls={Unit.FLOAT: 1e-5, Unit.PLAIN_ATTENTION: 1.5e-4},
+    call_seconds=5e-7,  # ops of a native program
+    row_seconds=5e-5,
+    step_seconds=2e-4,
+    source="shares of the ceilings that optkit's kernels reach",
+)
+BY_KIND = {"cpu": CPU, "cuda": FLOOR}

@@ -1,0 +1,70 @@
+"""The harness of plans: times of requests from stamps by hand, verdicts, and groups of waiting requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bench.plan import measure, sweep
+from bench.plan.__main__ import BOUNDS, print_rows
+from optkit.plan.virtual import Arrival
+
+
+def test_the_times_of_a_request_are_those_of_its_tokens() -> None:
+    found = measure.measured(1.0, [1.5, 1.6, 2.0])
+    assert found.ttft == 0.5 and found.tpot == pytest.approx(0.25)
+    assert found.longest_gap == pytest.approx(0.4) and found.end == 2.0
+    assert measure.measured(1.0, [1.5]).tpot == 0.0
+
+
+def test_a_prediction_beyond_its_bound_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    found: dict[str, Any] = {
+        "calibration_seconds": 9.0,
+        "anchors": [],
+        "measured": {"prefill 128": 0.1, "decode at 512": 0.01},
+        "predicted": {
+            "shares": {"prefill 128": 0.12, "decode at 512": 0.005},
+            "calibrated": {"prefill 128": 0.12, "decode at 512": 0.0101},
+        },
+    }
+    assert print_rows("r", found) == ["prefill 128, calibrated: +20.0%", "decode at 512, shares: -50.0%"]
+    assert "( +20.0%)" in capsys.readouterr().out and BOUNDS == {"shares": 0.3, "calibrated": 0.1}
+    found["predicted"]["shares"]["prefill 128"] = float("nan")
+    assert "prefill 128, shares: +nan%" in print_rows("r", found)
+
+
+def test_requests_are_handed_over_in_groups() -> None:
+    assert sweep.gathered([0.0, 0.1, 0.4, 0.7, 0.9], 0.3) == [0.3, 0.3, 0.7, 0.7, 1.2]
+    assert sweep.gathered([0.0, 0.1], 0.0) == [0.0, 0.1]
+
+
+class Echo:
+    """An engine that gives each request a token a step."""
+
+    def __init__(self) -> None:
+        self.left: dict[str, int] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.left)
+
+    def add_request(self, request: Any) -> None:
+        self.left[request.request_id] = request.sampling.max_tokens
+
+    def step(self) -> list[Any]:
+        from optkit.runtime.types import TokenOutput
+
+        outputs = [TokenOutput(request_id=name, token_ids=(1,)) for name in self.left]
+        self.left = {name: count - 1 for name, count in self.left.items() if count > 1}
+        return outputs
+
+
+def test_each_request_is_measured_from_its_arrival() -> None:
+    engine: Any = Echo()
+    arrivals = [Arrival(0.0, 4, 3), Arrival(0.02, 4, 2)]
+    first, second = measure.serve(engine, arrivals)
+    assert 0 <= first.ttft < 0.02 and 0 <= second.ttft < 0.02 and second.end >= 0.02
+    late = measure.serve(engine, arrivals, sent=[0.0, 0.0])
+    assert late[1].ttft >= 0.02
+    assert measure.wave(engine, 2, 4, 3)["output_tokens_per_second"] > 0

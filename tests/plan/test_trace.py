@@ -1,0 +1,66 @@
+"""Traces: Mooncake's form, and errors with the line."""
+
+from __future__ import annotations
+
+import statistics
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from optkit.errors import UserError
+from optkit.plan.trace import mean_rate, poisson, read_trace
+from optkit.recipe.schema import Workload
+
+LINES = """{"timestamp": 4000, "input_length": 640, "output_length": 32, "hash_ids": [0, 1]}
+{"timestamp": 1000, "input_length": 100, "output_length": 3, "hash_ids": [0]}
+
+{"timestamp": 3000, "input_length": 1, "output_length": 1}
+"""
+
+
+def test_a_trace_is_read_in_order_from_0(tmp_path: Path) -> None:
+    file = tmp_path / "t.jsonl"
+    file.write_text(LINES)
+    found = read_trace(file)
+    assert [(one.seconds, one.prompt, one.output) for one in found] == [(0, 100, 3), (2, 1, 1), (3, 640, 32)]
+    assert mean_rate(found) == pytest.approx(2 / 3)
+    assert [one.prompt for one in read_trace(file, 1 / 32)] == [3, 1, 20]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "t.jsonl:5: not a line of JSON"),
+        ("[1]", "t.jsonl:5: 'timestamp' is None"),
+        ('{"timestamp": 0, "input_length": 0, "output_length": 1}', "t.jsonl:5: 'input_length' is 0"),
+        ('{"timestamp": 0, "input_length": 5, "output_length": true}', "'output_length' is True"),
+        ('{"timestamp": NaN, "input_length": 5, "output_length": 1}', "'timestamp' is nan"),
+        ('{"timestamp": 0, "input_length": 1e12, "output_length": 1}', "'input_length' is 1000000000000"),
+        ("[" * 100_000, "t.jsonl:5: not a line of JSON"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+    file = tmp_path / "t.jsonl"
+    file.write_text(LINES + line + "\n")
+    with pytest.raises(UserError, match=message):
+        read_trace(file)
+
+
+def test_too_little_and_nothing_are_errors(tmp_path: Path) -> None:
+    (tmp_path / "one").write_text(LINES.splitlines()[0])
+    for name, message in (("one", "two requests at least"), ("none", "can't be read")):
+        with pytest.raises(UserError, match=message):
+            read_trace(tmp_path / name)
+
+
+def test_a_poisson_load_has_its_rate_and_the_lengths_of_the_workload() -> None:
+    workload = Workload(prompt_tokens=(64, 256), output_tokens=9, histogram=((64, 3.0), (256, 1.0)))
+    found = poisson(workload, 5.0)
+    gaps = [b.seconds - a.seconds for a, b in pairwise(found)]
+    assert mean_rate(found) == pytest.approx(5.0, rel=0.1)
+    assert statistics.stdev(gaps) == pytest.approx(
+        statistics.fmean(gaps), rel=0.1
+    )  # as of an exponential law
+    assert sum(one.prompt == 64 for one in found) / len(found) == pytest.approx(0.75, abs=0.05)
+    assert found == poisson(workload, 5.0)
