@@ -7,17 +7,13 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-SKIPPED = {".venv", ".peers", ".clients", ".agents", ".git", ".ci", "build", "artifact"}  # at the top
+from tests.support import checkout
+from tests.support.checkout import ROOT
+
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"`[^`\n]*`")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
-
-
-def documents(root: Path = ROOT) -> list[Path]:
-    """All Markdown files of the repository."""
-    return sorted(f for f in root.rglob("*.md") if f.relative_to(root).parts[0] not in SKIPPED)
 
 
 def anchor(heading: str) -> str:
@@ -46,7 +42,7 @@ def is_broken(document: Path, link: str) -> bool:
     return bool(heading) and heading not in anchors(target)
 
 
-@pytest.mark.parametrize("document", documents(), ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("document", checkout.files(".md"), ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_of_a_document_lead_to_files_and_headings(document: Path) -> None:
     assert broken_links(document) == []
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import keyword
 import re
-from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -18,11 +18,11 @@ import pytest
 
 import optkit
 from optkit import plugins
+from tests.support import checkout
+from tests.support.checkout import ROOT
 from tools import structure
 
-ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = structure.FOLDERS | {"bench": "bench", "tools": "tools", "tests": "tests"}
-SKIPPED = {".venv", ".peers", ".clients", ".agents", ".git", ".ci", "build", "artifact"}  # at the top
 SOURCE = re.compile(r"[\w./-]+\.(py|cpp|h)")
 PLACEHOLDER = re.compile(r"[A-Z]{2,}")  # NAME, ARCH
 DOTTED = re.compile(r"(optkit|bench|tests|tools)(\.[A-Za-z_]\w*)+")
@@ -43,47 +43,54 @@ KNOWN = {
 }
 
 
+@dataclass(frozen=True)
+class Source:
+    """A module of the repository: dotted name, path, docstrings by line, and the words of the rest.
+
+    Syntax trees are not kept: a million objects for all modules.
+    """
+
+    name: str
+    path: Path
+    docstrings: list[tuple[int, str]]
+    words: set[str]
+
+
 @cache
-def sources() -> list[structure.Module]:
+def sources() -> list[Source]:
     """All modules of the repository."""
-    return structure.modules(ROOT, FOLDERS)
+    return [source_of(module) for module in structure.read(ROOT, FOLDERS)]
+
+
+def source_of(module: structure.Module) -> Source:
+    """The module without docstrings and comments in ``words``."""
+    lines, docstrings = (ROOT / module.path).read_text("utf-8").splitlines(), []
+    for node in structure.definitions(module.tree):
+        text, first = ast.get_docstring(node), node.body[0] if node.body else None
+        if text is not None and first is not None:
+            docstrings.append((first.lineno, text))
+            for line in range(first.lineno - 1, first.end_lineno or first.lineno):
+                lines[line] = ""
+    code = "\n".join(line.partition("# ")[0] for line in lines)
+    return Source(module.name, module.path, docstrings, set(re.findall(r"\w+", code)))
 
 
 @cache
 def files() -> set[str]:
     """Paths of all source files, with and without leading folders."""
     found = set()
-    for path in ROOT.rglob("*"):
+    for path in checkout.files(".py", ".cpp", ".h"):
         parts = path.relative_to(ROOT).parts
-        if path.suffix in (".py", ".cpp", ".h") and parts[0] not in SKIPPED:
-            found |= {"/".join(parts[start:]) for start in range(len(parts))}
+        found |= {"/".join(parts[start:]) for start in range(len(parts))}
     return found
 
 
 @cache
 def identifiers() -> dict[str, set[str]]:
     """The words of the code of each module, without docstrings and comments, by module name."""
-    modules = [module for module in sources() if module.name != __name__]  # KNOWN is no evidence
-    return {module.name: set(re.findall(r"\w+", code_of(module))) for module in modules}
-
-
-def code_of(module: structure.Module) -> str:
-    """The source text of a module without docstrings and comments."""
-    lines = (ROOT / module.path).read_text("utf-8").splitlines()
-    for node in docstring_nodes(module.tree):
-        for line in range(node.lineno - 1, node.end_lineno or node.lineno):
-            lines[line] = ""
-    return "\n".join(line.partition("# ")[0] for line in lines)
-
-
-def docstring_nodes(tree: ast.Module) -> Iterator[ast.expr]:
-    """The expressions that are docstrings."""
-    kinds = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    for node in ast.walk(tree):
-        if isinstance(node, kinds) and ast.get_docstring(node, clean=False) is not None:
-            first = node.body[0]
-            if isinstance(first, ast.Expr):
-                yield first.value
+    return {
+        module.name: module.words for module in sources() if module.name != __name__
+    }  # KNOWN is no evidence
 
 
 @cache
@@ -129,15 +136,14 @@ def dangling(text: str, is_docstring: bool) -> list[str]:
 
 def documents() -> list[Path]:
     """All Markdown files but the changelog."""
-    found = sorted(ROOT.rglob("*.md"))
-    return [f for f in found if f.relative_to(ROOT).parts[0] not in SKIPPED and f.name != "CHANGELOG.md"]
+    return [file for file in checkout.files(".md") if file.name != "CHANGELOG.md"]
 
 
 def test_names_in_docstrings_exist() -> None:
     found = [
         f"{module.path}:{line}: {name}"
         for module in sources()
-        for line, text in [*module.docstrings, (1, ast.get_docstring(module.tree) or "")]
+        for line, text in module.docstrings
         for name in dangling(text, is_docstring=True)
     ]
     assert found == []

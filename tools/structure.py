@@ -30,6 +30,9 @@ PRONOUNS = re.compile(
     r"\b(it|its|itself|they|them|themselves|that|this|these|those|one|ones|others|such)\b", re.IGNORECASE
 )
 
+Definition = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+BLOCKS = ("body", "orelse", "handlers", "finalbody", "cases")  # the fields of nodes that hold statements
+
 
 @dataclass(frozen=True)
 class Module:
@@ -48,13 +51,12 @@ class Module:
 
     @cached_property
     def functions(self) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-        return [n for n in ast.walk(self.tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+        return [n for n in definitions(self.tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
 
     @cached_property
     def docstrings(self) -> list[tuple[int, str]]:
         """Line and text of the docstrings of functions and classes."""
-        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-        nodes = [n for n in ast.walk(self.tree) if isinstance(n, kinds)]
+        nodes = [n for n in definitions(self.tree) if not isinstance(n, ast.Module)]
         return [(n.lineno, text) for n in nodes if (text := ast.get_docstring(n))]
 
     @property
@@ -65,14 +67,26 @@ class Module:
 
 def modules(root: Path, folders: Mapping[str, str] = FOLDERS) -> list[Module]:
     """The modules of the source ``folders`` (path to package name), sorted by name."""
-    found = []
+    return sorted(read(root, folders), key=lambda module: module.name)
+
+
+def read(root: Path, folders: Mapping[str, str]) -> Iterator[Module]:
+    """The modules of ``folders``, each parsed when its turn comes."""
     for folder, package in folders.items():
         for path in sorted((root / folder).rglob("*.py")):
             parts = list(path.relative_to(root / folder).with_suffix("").parts)
             name = ".".join([package, *(parts[:-1] if parts[-1] == "__init__" else parts)])
             text = path.read_text("utf-8")
-            found.append(Module(name, path.relative_to(root), ast.parse(text), text.count("\n")))
-    return sorted(found, key=lambda module: module.name)
+            yield Module(name, path.relative_to(root), ast.parse(text), text.count("\n"))
+
+
+def definitions(node: ast.AST) -> Iterator[Definition]:
+    """The modules, functions and classes at ``node`` and below, in order; expressions are not looked at."""
+    if isinstance(node, Definition):
+        yield node
+    for block in BLOCKS:
+        for statement in getattr(node, block, ()):
+            yield from definitions(statement)
 
 
 def imports(module: Module, names: set[str]) -> set[str]:

@@ -16,6 +16,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +57,13 @@ def convert(file: Path, digest: str, temporary: Path, written: Path) -> None:
     (alone / "model.gguf").symlink_to(file.resolve())
     source = {"gguf_file": "model.gguf", "local_files_only": True}
     try:
-        kinds = checked_blocks(file)
-        tokenizer = AutoTokenizer.from_pretrained(alone, **source)
-        try:
-            write_streamed(alone, source, written)
-        except Stacked:
-            write_whole(alone, source, written)
+        with read_once():
+            kinds = checked_blocks(file)
+            tokenizer = AutoTokenizer.from_pretrained(alone, **source)
+            try:
+                write_streamed(alone, source, written)
+            except Stacked:
+                write_whole(alone, source, written)
     except Exception as error:  # the readers raise what numpy, struct, torch and Rust raise on what they meet
         if isinstance(error, (UserError, MemoryError)):
             raise
@@ -73,6 +76,25 @@ def convert(file: Path, digest: str, temporary: Path, written: Path) -> None:
     tokenizer.save_pretrained(written)
     note = {"converted_from": file.name, "sha256": digest, "dtype": "float32", "blocks": kinds}
     (written / NOTE_FILE).write_text(json.dumps(note, indent=2) + "\n")
+
+
+@contextmanager
+def read_once() -> Iterator[None]:
+    """Have files parsed once inside the block, and tables of names made once.
+
+    transformers parses the file for the configuration, for the tokenizer and for the generation's defaults, 2 seconds
+    each with a vocabulary of 49,000 tokens, and asks for the table of names at every module of the model.
+    """
+    import gguf
+
+    before = gguf.GGUFReader, gguf.get_tensor_name_map
+    parsed, table = cache(gguf.GGUFReader), cache(gguf.get_tensor_name_map)
+    gguf.GGUFReader = lambda path, mode="r": parsed(Path(path).resolve(), mode)
+    gguf.get_tensor_name_map = table
+    try:
+        yield
+    finally:
+        gguf.GGUFReader, gguf.get_tensor_name_map = before
 
 
 def note_of(directory: Path) -> str:

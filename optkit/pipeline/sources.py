@@ -27,14 +27,18 @@ NO_SOURCE = "__pycache__"
 @cache
 def compiler_digest() -> str:
     """A hash of every file of optkit but ``LEFT_OUT``: modules, kernels, built libraries, texts and tables."""
+    return digest(compiler_files())
+
+
+def compiler_files() -> dict[Path, str]:
+    """The files behind ``compiler_digest`` and their names."""
     left_out = [location for package in LEFT_OUT for location in locations(package)]
-    files = {
+    return {
         file: f"{package}/{name}"
         for package in PACKAGES
         for file, name in sources(package)
         if not any(file.is_relative_to(location) for location in left_out)
     }
-    return digest(files)
 
 
 def plugin_digest(pass_class: type[Any]) -> str | None:

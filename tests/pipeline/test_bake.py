@@ -292,6 +292,13 @@ def test_kv_that_differs_in_a_bit_is_not_equal() -> None:
     assert tree.parents == [-1, 0, 0] and tree.rows == [[0, -1], [1, 0], [2, 1]]
 
 
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are computed without a new process, which imports torch for seconds; ``baked`` has one."""
+    monkeypatch.setattr(publish, "bake", lambda directory, prompts: bake.compute(directory, prompts, 1))
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_layers_with_windows_find_the_last_window_of_the_prompt(system: Path, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", "gemma3_text")
     (model / "chat_template.jinja").write_text(QWEN)
@@ -309,6 +316,7 @@ def test_layers_with_windows_find_the_last_window_of_the_prompt(system: Path, tm
     engine.scheduler.check()
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_a_block_with_rows_of_no_layer_is_compared_without_them(system: Path, tmp_path: Path) -> None:
     """Two full layers in a block with room for three: the third row has what an earlier owner of the block wrote."""
     local, full = "sliding_attention", "full_attention"
