@@ -32,11 +32,12 @@ START_SECONDS = 1.0  # of a measurement: building and lowering two short models
 
 @dataclass(frozen=True)
 class Anchor:
-    """A measured point: seconds of the layers, predicted and measured."""
+    """A measured point: seconds of the layers, predicted and measured; ``floor`` is the roofline."""
 
     point: Point
     predicted: float
     measured: float
+    floor: float = 0.0
 
     @property
     def factor(self) -> float:
@@ -151,7 +152,7 @@ def calibrate(
         except LookupError:
             continue
         if measured:
-            anchors.append(Anchor(point, predicted.seconds - predicted.engine, measured))
+            anchors.append(Anchor(point, predicted.seconds - predicted.engine, measured, predicted.floor))
     return Calibrated(model, anchors)
 
 

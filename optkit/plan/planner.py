@@ -31,6 +31,7 @@ from optkit.recipe.schema import Recipe
 PROMPTS = (128, 512, 1024, 2048)  # tokens
 CONTEXTS = (512, 2048, 8192, 32768)  # tokens
 CLIENTS = 8
+FASTER = 0.95  # of the roofline: layers below show ceilings that are too low
 STATISTICS = {"p50": 0, "p95": 1, "p99": 2}  # of a predicted TTFT; TPOT and E2E are means
 
 Progress = Callable[[str], None]
@@ -164,7 +165,7 @@ def plan(request: Request, progress: Progress = lambda text: None) -> ServingPla
         anchors=steps.anchors,
         clients=clients_of(steps, recipe, memory, request.clients),
         replicas=replicas_of(steps, recipe, memory, arrivals, slo),
-        notes=[*source.notes, *captured.notes, *filter(None, [chosen.note])],
+        notes=[*source.notes, *captured.notes, *filter(None, [chosen.note, low_ceilings(steps)])],
     )
 
 
@@ -229,6 +230,14 @@ def source_of(steps: Calibrated, request: Request, chosen: Machine) -> str:
         )
         return f"{steps.model.shares.source}; not calibrated: {reason}"
     return steps.model.shares.source
+
+
+def low_ceilings(steps: Calibrated) -> str:
+    """A line about ceilings measured beside other work, where measured layers beat the roofline; else empty."""
+    faster = [anchor.point.label for anchor in steps.anchors if anchor.measured < FASTER * anchor.floor]
+    if not faster:
+        return ""
+    return f"layers run faster than the roofline ({', '.join(faster)}): optkit doctor --refresh measures the ceilings again"
 
 
 def times_of(
