@@ -237,7 +237,8 @@ def low_ceilings(steps: Calibrated) -> str:
     faster = [anchor.point.label for anchor in steps.anchors if anchor.measured < FASTER * anchor.floor]
     if not faster:
         return ""
-    return f"layers run faster than the roofline ({', '.join(faster)}): optkit doctor --refresh measures the ceilings again"
+    listed = ", ".join(faster)
+    return f"layers run faster than the roofline ({listed}): optkit doctor --refresh measures the ceilings again"
 
 
 def times_of(
