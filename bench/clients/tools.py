@@ -2,7 +2,7 @@
 
 Every tool sends the same number of prompts of the same lengths to ``/v1/completions``, greedy, to the full length, by
 ``concurrency`` clients without pauses. guidellm and aiperf send text; the texts were chosen to become the same number
-of tokens again. The server counts tokens, so aiperf's tokenizer decides nothing.
+of tokens again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ def guidellm(program: Path, target: Target, load: Load, folder: Path) -> Numbers
     command += ["--data", json.dumps({"kind": "json_file", "path": str(data)})]
     command += ["--constraint", json.dumps({"kind": "max_requests", "count": len(load.texts)})]
     command += ["--output", json.dumps({"kind": "json", "path": str(folder / "guidellm.json")})]
-    run("guidellm", command, folder)
+    run("guidellm", command, folder, {"HF_HUB_OFFLINE": "1"})
     return of_guidellm(json.loads((folder / "guidellm.json").read_text()), len(load.texts))
 
 
@@ -109,14 +109,16 @@ def aiperf(program: Path, target: Target, load: Load, folder: Path) -> Numbers:
     data = folder / "prompts.jsonl"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in load.texts))
     command = [str(program), "profile", "--model", target.model, "--url", target.url, "--streaming"]
-    command += ["--endpoint-type", "completions", "--tokenizer", "builtin"]
+    command += ["--endpoint-type", "completions", "--tokenizer", str(target.tokenizer)]
     command += ["--input-file", str(data), "--custom-dataset-type", "single_turn"]
     command += ["--dataset-sampling-strategy", "sequential", "--request-count", str(len(load.texts))]
     more = {"max_tokens": load.output_len, "ignore_eos": True, "temperature": 0}
     command += ["--concurrency", str(load.concurrency), "--extra-inputs", json.dumps(more)]
     command += ["--use-server-token-count", "--no-gpu-telemetry", "--no-server-metrics", "--ui", "none"]
     command += ["--artifact-dir", str(folder / "aiperf")]
-    run("aiperf", command, folder)
+    run(
+        "aiperf", command, folder, {}
+    )  # offline, aiperf looks for a tokenizer's directory in the Hub's cache alone
     (report,) = (folder / "aiperf").rglob("profile_export_aiperf.json")
     return of_aiperf(json.loads(report.read_text()), len(load.texts))
 
@@ -133,13 +135,13 @@ def of_aiperf(report: dict[str, Any], requests: int) -> Numbers:
     )
 
 
-def run(name: str, command: Sequence[str], folder: Path) -> None:
-    """Run a tool offline, with all files in ``folder``.
+def run(name: str, command: Sequence[str], folder: Path, more: Mapping[str, str]) -> None:
+    """Run a tool with all files in ``folder`` and ``more`` variables in the environment.
 
     Raises:
         ToolError: with the end of the output.
     """
-    variables = {**os.environ, "HF_HUB_OFFLINE": "1", "HOME": str(folder)}
+    variables = {**os.environ, **more, "HOME": str(folder)}
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=TIMEOUT, env=variables, cwd=folder, check=False

@@ -6,10 +6,10 @@
     python -m bench.plan smollm2-135m --recipe ttft-cpu --sweep wait
 
 Each recipe is planned twice, from ceilings and shares alone and after the calibration of 30 seconds, and measured on
-its artifact in this process: prompts of 128 to 2048 tokens, decoding, and 8 clients at once. An artifact that is not
-given is made first, which takes minutes for recipes that quantize. Medians over rounds. Exit code 1: a prediction is
-further off than its bound, 30 % without and 10 % with calibration. ``--sweep`` prints the sweeps of docs/planning.md
-for one recipe instead. Run on an idle machine: the load average is in the result.
+an artifact in the same process: prompts of 128 to 2048 tokens, decoding, and 8 clients at once. Missing artifacts are
+made first, which takes minutes for recipes with quantization. Medians over rounds. Exit code 1: a prediction is
+further off than the bound, 30 % without and 10 % with calibration. ``--sweep`` prints the sweeps of docs/planning.md
+instead. Run on an idle machine: the load average is in the result.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def made(model: str, recipe: str) -> Path:
-    """The artifact of a recipe, made now where it does not exist."""
+    """The artifact of a recipe, made now where missing."""
     if recipe == "baseline":
         return baseline_artifact(model)
     path = Path(f"{recipe}-artifact")

@@ -1,4 +1,4 @@
-"""Measurements on the serving engine in this process, without HTTP, in the units of ``optkit plan``."""
+"""Measurements on the serving engine without HTTP, in the units of ``optkit plan``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def serve(engine: Engine, arrivals: Sequence[Arrival], sent: Sequence[float] | N
     """The times of ``arrivals`` on ``engine``, in their order.
 
     Args:
-        sent: the time from which each request's TTFT counts, where it is not its arrival at the engine.
+        sent: the start of each request's TTFT, where other than the arrival at the engine.
     """
     generator = np.random.default_rng(len(arrivals))
     start = time.monotonic()
@@ -83,7 +83,7 @@ def decode_seconds(engine: Engine, prompt: int, output: int) -> float:
 
 
 def wave(engine: Engine, count: int, prompt: int, output: int) -> dict[str, float]:
-    """The figures of ``optkit.plan.virtual.clients`` for requests that arrive at once."""
+    """The figures of ``optkit.plan.virtual.clients`` for ``count`` simultaneous requests."""
     found = serve(engine, [Arrival(0.0, prompt, output)] * count)
     return {
         "ttft_mean_seconds": statistics.fmean(one.ttft for one in found),

@@ -43,7 +43,7 @@ def chunks(artifact: str, steps: Calibrated, rounds: int) -> dict[str, Any]:
 
 
 def beside() -> list[Arrival]:
-    """Streams that decode, and then the prompt."""
+    """The streams, and then the prompt."""
     return [*[Arrival(0.0, *STREAM)] * STREAMS, Arrival(0.0, PROMPT, 1)]
 
 
@@ -116,7 +116,7 @@ def poisson(rate: float, seed: int) -> list[float]:
 
 
 def gathered(arrivals: Sequence[float], wait: float) -> list[float]:
-    """The times at which requests are handed over: the first of a group waits ``wait`` seconds, the rest with it."""
+    """The times of handing requests over: the first of a group waits ``wait`` seconds, the rest joins the group."""
     found: list[float] = []
     closes = -1.0
     for at in arrivals:

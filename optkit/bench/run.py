@@ -24,7 +24,7 @@ from optkit.bench.environment import environment, load_average
 from optkit.bench.metrics import LatencyBounds
 from optkit.bench.records import RequestRecord
 from optkit.bench.result import BenchResult, Turn
-from optkit.bench.server_counters import cache_counters
+from optkit.bench.server_counters import CacheCounters, cache_counters
 from optkit.bench.validity import TurnConditions
 from optkit.errors import UserError
 from optkit.text.load import load_tokenizer
@@ -90,13 +90,16 @@ class RunningSide:
     def turn(self, round_: int, load: workload.RequestSchedule) -> Turn:
         """Send a workload after the threads of the last server went to sleep, and record the conditions."""
         time.sleep(SETTLE)
-        before, cache = load_average(), cache_counters(self.url, self.api_key)
+        before, cache = load_average(), self._cache()
         records, client_load = client.run_watched(self.url, self.model, load, self.api_key)
-        after = cache_counters(self.url, self.api_key) if cache else None
+        after = self._cache() if cache else None
         conditions = TurnConditions(
             load_average(), client_load, after.since(cache) if after and cache else None
         )
         return Turn(self.name, round_, before, records, client.problems(records, load), conditions)
+
+    def _cache(self) -> CacheCounters | None:
+        return cache_counters(servers.metrics_text(self.url, self.api_key))
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-import httpx
-
 SAMPLE = re.compile(
     r"^vllm:prefix_cache_(queries|hits)(?:_total)?(?:\{[^}]*\})? ([0-9.eE+-]+)$", re.MULTILINE
 )
@@ -27,19 +25,9 @@ class CacheCounters:
         return CacheCounters(self.queries - before.queries, self.hits - before.hits)
 
 
-def cache_counters(url: str, api_key: str | None = None) -> CacheCounters | None:
-    """The counters now; None where the server has none."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    try:
-        response = httpx.get(f"{url}/metrics", headers=headers, timeout=5, trust_env=False)
-    except httpx.HTTPError:
-        return None
-    return parse(response.text) if response.status_code == 200 else None
-
-
-def parse(text: str) -> CacheCounters | None:
-    """The counters of Prometheus text; None without both."""
+def cache_counters(text: str | None) -> CacheCounters | None:
+    """The counters in Prometheus text; None without text, or without both counters."""
     sums: dict[str, float] = {}
-    for name, value in SAMPLE.findall(text):
+    for name, value in SAMPLE.findall(text or ""):
         sums[name] = sums.get(name, 0.0) + float(value)
     return CacheCounters(sums["queries"], sums["hits"]) if {"queries", "hits"} <= sums.keys() else None

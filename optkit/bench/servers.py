@@ -123,6 +123,16 @@ def healthy(url: str) -> bool:
         return False
 
 
+def metrics_text(url: str, api_key: str | None = None) -> str | None:
+    """The Prometheus text of ``/metrics``; None where the server has none."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        response = httpx.get(f"{url}/metrics", headers=headers, timeout=5, trust_env=False)
+    except httpx.HTTPError:
+        return None
+    return response.text if response.status_code == 200 else None
+
+
 def model_name(url: str, api_key: str | None = None) -> str:
     """The id of the first model in the server's list.
 

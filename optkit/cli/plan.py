@@ -79,8 +79,9 @@ def plan(
 ) -> None:
     """Predict times, memory and bottlenecks of a recipe on a machine, before any weight is read.
 
-    Times come from the work of each op and the machine's ceilings: measured on this CPU, from the vendor's data sheet
-    for others. On a CPU they count the share of the ceilings that optkit's kernels reach, on a GPU they are a floor.
+    Times come from the work of each op and the machine's ceilings: measured on the local CPU, from the vendor's data
+    sheet for other machines. Times on a CPU count the share of the ceilings reached by optkit's kernels, times on a
+    GPU are a floor.
     With --trace or --slo the plan has the number of replicas for the load; docs/planning.md has models and assumptions.
 
     Example: optkit plan smollm2-135m --recipe ttft-cpu --slo 'ttft_p95<700ms@4rps'
@@ -208,7 +209,7 @@ def memory_lines(found: ServingPlan) -> list[str]:
 
 
 def help_lines(found: ServingPlan) -> list[str]:
-    """The passes that gain most: of the recipe, and of those that it leaves out."""
+    """The passes with the highest gain: of the recipe, and of the passes left out."""
     objective = found.recipe.objective
     inside = sorted((one for one in found.passes if one.sites), key=lambda one: -one.objective)
     lines = []

@@ -196,6 +196,7 @@ def compared(runner: PassRunner, before: State, states: Sequence[State], name: s
     """Speed, size and objective of the last of ``states`` against ``before``."""
 
     def measure(old: Graph, new: Graph, record: PassRecord) -> Graph:
+        runner.measurement.predict(record, old, new)
         runner.measurement.measure_costs(record, old, new)
         record.decided("kept", "")
         return new

@@ -66,6 +66,7 @@ class Chain:
             graph, passes = self.rebuilt(base, records, start)
             whole = PassRecord.planned("whole", {}, Plan())
             reference, spans = self.measurement.reference, variants.spans(graph)
+            self.measurement.predict(whole, reference, graph)
             lowered = self.measurement.measure_costs(whole, reference, graph)
             self.measurement.measure_quality(whole, lowered, self.final_tokens, spans)
             return graph, RunRecord(passes, whole.decided("kept", "")).to_dict()

@@ -56,6 +56,7 @@ class PassJudge:
         m = self.measurement
         if not build_code(candidate, record, m.recipe, m.target, m.progress):
             return before
+        m.predict(record, before, candidate)
         self.measure(record, before, candidate)
         if loss(record) and self.judges_speed(record):
             record.decided("rolled back", loss(record))
@@ -126,7 +127,8 @@ class PassJudge:
             reduced = fall_back(candidate, set(chosen))
             self.measure(trial, before, reduced)
             kept, held = decide(bounds, self.evidence(trial))
-            if kept:
+            if kept:  # a prediction takes measurements of new kinds of layers: not for each trial
+                self.measurement.predict(trial, before, reduced)
                 record.take_evidence(trial)
                 record.fallback, record.changed = chosen, record.changed - len(chosen)
                 count = f"{len(chosen)} of {len(losses)} layers"

@@ -66,9 +66,12 @@ class Measurement:
         calibration = partial(calibration_windows, directory=self.directory, max_length=length)
         return PassContext(self.target, calibration, workspace, self.progress)
 
+    def predict(self, record: PassRecord, before: Graph, after: Graph) -> None:
+        """Write the predicted speed of ``before`` and ``after`` into ``record``."""
+        record.predicted = predict(before, after, self.recipe, self.target, beside=True)
+
     def measure_costs(self, record: PassRecord, before: Graph, after: Graph) -> Executable:
         """Write speed, size and objective of ``before`` and ``after`` into ``record``; return ``after`` lowered."""
-        record.predicted = predict(before, after, self.recipe, self.target, beside=True)
         enough = partial(objective.enough, self.recipe)
         if self.fits(before, after):
             lowered = self.lower(before), self.lower(after)

@@ -1,10 +1,10 @@
 """Corrections of predictions by short measurements on the machine at hand.
 
 Layers of the planned model are measured as the executor runs them (``optkit.evaluation.kernel_times``), with made-up
-weights, at a few *anchors*: prompts of some lengths, and decodes of one and of several sequences. The ratio of
-measured to predicted seconds is the correction at an anchor; between anchors it is interpolated in the logarithm of
-the length, beyond the last anchor it stays. Measured times are kept for the machine, so a later plan without
-``--calibrate`` uses the anchors that are known.
+weights, at a few *anchors*: prompts of some lengths, and decodes of a single and of several sequences. The ratio of
+measured to predicted seconds is the correction at an anchor. Between anchors the correction is interpolated in the
+logarithm of the length, and constant beyond the last anchor. Measured times are kept for the machine, so a later plan
+without ``--calibrate`` uses the known anchors.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ START_SECONDS = 1.0  # of a measurement: building and lowering two short models
 
 @dataclass(frozen=True)
 class Anchor:
-    """A measured point: seconds of the layers, predicted and measured."""
+    """A measured point: seconds of the layers, predicted and measured; ``floor`` is the roofline."""
 
     point: Point
     predicted: float
     measured: float
+    floor: float = 0.0
 
     @property
     def factor(self) -> float:
@@ -55,7 +56,7 @@ class KnownTimes(KernelTimes):
 
 
 class Calibrated:
-    """``StepModel`` with corrections. Without anchors it predicts as the model does."""
+    """``StepModel`` with corrections. Without anchors the predictions are the model's."""
 
     def __init__(self, model: StepModel, anchors: Sequence[Anchor] = ()) -> None:
         self.model, self.anchors = model, list(anchors)
@@ -151,7 +152,7 @@ def calibrate(
         except LookupError:
             continue
         if measured:
-            anchors.append(Anchor(point, predicted.seconds - predicted.engine, measured))
+            anchors.append(Anchor(point, predicted.seconds - predicted.engine, measured, predicted.floor))
     return Calibrated(model, anchors)
 
 

@@ -1,8 +1,8 @@
-"""The gain of each pass: of those in a recipe, and of those that a recipe leaves out.
+"""The gain of each pass of a recipe, and of passes left out.
 
-Gains are of predicted costs, by the recipe's objective (``optkit.pipeline.objective``) and by phase. A pass that a
-recipe leaves out is put at the start of its stage and the rest of the recipe runs after it, so a quantizer of fewer
-bits takes the layers first. Quality is not predicted: ``optkit optimize`` measures it.
+Gains are of predicted costs, by the recipe's objective (``optkit.pipeline.objective``) and by phase. A pass left out
+is put at the start of the pass's stage, before the rest of the recipe, so a quantizer of fewer bits takes the layers
+first. Quality is not predicted: ``optkit optimize`` measures quality.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def gains(chain: Chain, predict: Predict) -> list[Gain]:
 
 
 def left_out(chain: Chain, context: PassContext, predict: Predict) -> list[Gain]:
-    """The gains of passes that the chain leaves out, the best first; passes without a gain or a site are dropped."""
+    """The gains of passes missing in the chain, the best first; passes without a gain or a site are dropped."""
     base, found = predict(chain.result), []
     used = {one.entry.pass_name for one in chain.passes}
     for name, options in CANDIDATES.items():

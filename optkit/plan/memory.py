@@ -33,7 +33,7 @@ FREE_SHARE = 0.9  # of the memory of a machine that a server may take, on a CPU
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """The facts of a model that decide on the limits of the scheduler."""
+    """The facts of a model for the limits of the scheduler."""
 
     states: Sequence[StateSpec]
     kv_specs: Sequence[KVSpec]
@@ -43,13 +43,13 @@ class PlannedModel:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of a server, and the requests that run at once.
+    """Bytes of a server, and the number of requests running at once.
 
     Attributes:
         available: for the server, of the memory of the machine.
         activations: of the largest step.
-        kv_cache: of the KV pool and recurrent states: the recipe's on a CPU, all that is left on a GPU.
-        most_kv: what ``kv_cache`` could be at most on this machine.
+        kv_cache: of the KV pool and recurrent states: the recipe's on a CPU, all remaining memory on a GPU.
+        most_kv: ``kv_cache`` at most on the machine.
         kv_token: of a token in the KV cache.
         state_sequence: of the recurrent states of a request.
         requests: at once by context length, at the KV pool and ``max_num_seqs`` of the recipe.
@@ -139,7 +139,7 @@ def fitting(config: SchedulerConfig, context: int) -> int:
 
 
 def requests(config: SchedulerConfig, context: int) -> int:
-    """Requests of ``context`` tokens that run at once."""
+    """The number of requests of ``context`` tokens running at once."""
     return min(config.max_num_seqs, fitting(config, context))
 
 

@@ -31,6 +31,7 @@ from optkit.recipe.schema import Recipe
 PROMPTS = (128, 512, 1024, 2048)  # tokens
 CONTEXTS = (512, 2048, 8192, 32768)  # tokens
 CLIENTS = 8
+FASTER = 0.95  # of the roofline: layers below show ceilings that are too low
 STATISTICS = {"p50": 0, "p95": 1, "p99": 2}  # of a predicted TTFT; TPOT and E2E are means
 
 Progress = Callable[[str], None]
@@ -38,14 +39,14 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Request:
-    """What to plan.
+    """The input of a plan.
 
     Attributes:
-        target: the machine's name; None is the recipe's machine, or the one that is here.
+        target: the machine's name; None is the recipe's machine, or the local GPU.
         hardware: a YAML file with rows of the user.
-        trace: a file of requests; ``scale`` multiplies their lengths.
+        trace: a file of requests; ``scale`` multiplies the lengths.
         slo: an objective as text, in the form of ``optkit.bench.slo``.
-        calibrate: measures layers on this machine, 30 seconds at most.
+        calibrate: measures layers on the local machine, 30 seconds at most.
     """
 
     model: str
@@ -61,7 +62,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Replicas:
-    """The fewest replicas that hold an objective under a load; ``fewest`` is None where none are enough."""
+    """The fewest replicas for an objective under a load; ``fewest`` is None where no number is enough."""
 
     slo: str
     rate: float
@@ -164,12 +165,12 @@ def plan(request: Request, progress: Progress = lambda text: None) -> ServingPla
         anchors=steps.anchors,
         clients=clients_of(steps, recipe, memory, request.clients),
         replicas=replicas_of(steps, recipe, memory, arrivals, slo),
-        notes=[*source.notes, *captured.notes, *filter(None, [chosen.note])],
+        notes=[*source.notes, *captured.notes, *filter(None, [chosen.note, low_ceilings(steps)])],
     )
 
 
 def check_objective(slo: Slo | None, file: Path | None) -> None:
-    """Refuse an objective without a load, and terms that a plan can't predict.
+    """Refuse an objective without a load, and terms without a prediction.
 
     Raises:
         UserError: with the term.
@@ -192,7 +193,7 @@ def check_objective(slo: Slo | None, file: Path | None) -> None:
 
 
 def load_of(request: Request, slo: Slo | None) -> list[Arrival]:
-    """The requests of the trace, at the rate of the objective where it names one; else a Poisson load; or none."""
+    """The requests of the trace, at the rate of the objective if any; else a Poisson load; or none."""
     rate = slo.load.rate if slo and slo.load else None
     if request.trace is not None:
         rows = trace.read_trace(request.trace, request.scale)
@@ -231,6 +232,15 @@ def source_of(steps: Calibrated, request: Request, chosen: Machine) -> str:
     return steps.model.shares.source
 
 
+def low_ceilings(steps: Calibrated) -> str:
+    """A line about ceilings measured beside other work, where measured layers beat the roofline; else empty."""
+    faster = [anchor.point.label for anchor in steps.anchors if anchor.measured < FASTER * anchor.floor]
+    if not faster:
+        return ""
+    listed = ", ".join(faster)
+    return f"layers run faster than the roofline ({listed}): optkit doctor --refresh measures the ceilings again"
+
+
 def times_of(
     steps: Calibrated, recipe: Recipe, length: int, memory: MemoryPlan
 ) -> dict[tuple[str, int], StepTime]:
@@ -247,7 +257,7 @@ def times_of(
 
 
 def clients_of(steps: Calibrated, recipe: Recipe, memory: MemoryPlan, count: int) -> dict[str, Any] | None:
-    """The predicted times of clients that send a request of the workload at once; None where nothing fits."""
+    """The predicted times of clients sending a request of the workload at once; None where nothing fits."""
     workload, config = recipe.workload, memory.config
     prompt = sorted(workload.prompt_tokens)[len(workload.prompt_tokens) // 2]
     if config is None or config.refusal(prompt, workload.output_tokens):
@@ -303,7 +313,7 @@ def meets(load: replicas.Load, slo: Slo | None, output: float) -> bool:
 
 
 def missed(load: replicas.Load, slo: Slo | None, output: float) -> str:
-    """The bounds that even one request a replica misses."""
+    """The bounds missed even by a single request a replica, as text."""
     if load.saturated:
         return load.saturated
     found = [

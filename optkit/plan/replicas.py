@@ -1,15 +1,15 @@
 """The number of replicas for a load: a queue in front of each, and decoding as a tax on prefill.
 
-The model, whose assumptions are printed with each result:
+The assumptions are printed with each result:
 
-- Requests go to the replicas in turn. Each replica has one queue, first come first served.
-- A prompt takes the predicted seconds of its prefill, longer by the share of time that goes to decodes. So the start
-  of each prefill follows from the one before it (Lindley's recursion on the arrivals of the load itself, bursts
-  included): ``start = max(arrival, end of the one before)``.
-- Decodes run at the mean batch b of Little's law: b requests are decoding, where b is the rate of answers times their
-  duration, and a token takes the predicted step of b sequences, longer by the share of time that goes to prefill.
-- A replica is saturated where both shares together reach 1, where b passes the places (``max_num_seqs``) or the KV
-  cache. Above 90 % of use the times are not to be trusted: no queue model is good there.
+- Requests go to the replicas in turn. Each replica has a queue, first come first served.
+- A prompt takes the predicted seconds of the prefill, longer by the share of time for decodes. So the start of each
+  prefill follows from the prefill before (Lindley's recursion on the arrivals of the load, bursts included):
+  ``start = max(arrival, end of the prefill before)``.
+- Decodes run at the mean batch b of Little's law: the rate of answers times the duration of an answer. A token takes
+  the predicted step of b sequences, longer by the share of time for prefill.
+- A replica is saturated where both shares together reach 1, or b passes the places (``max_num_seqs``) or the KV
+  cache. Above 90 % of use no times are given: no queue model is good there.
 
 Prefix caches are not counted, nor the spread of a router better than turns.
 """
@@ -128,9 +128,9 @@ def percentiles(times: Sequence[float]) -> tuple[float, float, float]:
 def fewest(
     arrivals: Sequence[Arrival], demand: Demand, holds: Callable[[Load], bool]
 ) -> tuple[Load | None, Load]:
-    """The load with the fewest replicas for which ``holds``, by doubling and bisection; and the last one tried.
+    """The load with the fewest replicas for which ``holds``, by doubling and bisection; and the last load tried.
 
-    The first is None where even ``MOST_REPLICAS`` do not hold, or a single request alone does not.
+    The first is None where no number holds, because a single request alone misses the bounds.
     """
     tried = load(arrivals, 1, demand)
     low, high = 0, 1

@@ -1,9 +1,8 @@
 """The shares of the peaks that kernels reach: the difference between a roofline and a prediction.
 
-No kernel reaches a ceiling. The shares of the CPU are from measurements of whole models through the runtime against
-the measured ceilings of the same machine (docs/planning.md has the table and the command); they are the kernels', and
-stand in for other CPUs too. For GPUs there are none: predictions are the roofline, a floor, until ``optkit plan
---calibrate`` replaces the shares by measurements on the machine.
+No kernel reaches a ceiling. The shares of the CPU are from measured layers against the measured ceilings of the same
+machine (docs/planning.md), and stand in for other CPUs too. GPUs have no shares: predictions are the roofline, a
+floor.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from enum import Enum
 
 
 class Unit(Enum):
-    """The arithmetic that an op runs on, by its name in tables."""
+    """The arithmetic of an op, by name in tables."""
 
     FLOAT = "float32"
     HALF = "bfloat16"

@@ -40,7 +40,7 @@ class StepTime:
 
     Attributes:
         compute: seconds of ops bound by arithmetic, by unit.
-        weights, kv, activations: seconds of ops bound by reading these.
+        weights, kv, activations: seconds of ops bound by memory, by the tensors read.
         overhead: seconds of the dispatch of ops.
         engine: seconds of scheduler, sampling and tables.
         floor: seconds at the full ceilings without overhead, the roofline.
@@ -155,7 +155,7 @@ class StepModel:
         return self.prefill(point.tokens, budget, point.context - point.tokens)
 
     def _variant(self, tokens: int) -> int:
-        """A number of tokens that stands for all with the same variant of the layers."""
+        """A number of tokens with the same variant of the layers as ``tokens``."""
         limits = variants.limits(self.graph)
         return next((limit for limit in limits if tokens <= limit), max(limits, default=0) + 1)
 
@@ -175,7 +175,7 @@ class StepModel:
         )
 
     def _headed(self, variant: int) -> tuple[Graph, Mapping[fx.Node, Any]]:
-        """The layers in ``variant``, with shapes at a point that stands for all: only sizes of heads are read."""
+        """The layers in ``variant``, with shapes at an arbitrary point: only sizes of heads are read."""
         graph = variants.at(self.graph, variant)
         return graph, infer_shapes(graph, Point(1, 1, 2))
 
@@ -222,7 +222,7 @@ def add(total: StepTime, other: StepTime) -> None:
 
 
 def calls(graph: Graph) -> list[fx.Node]:
-    """The calls that cost time."""
+    """The calls with a cost."""
     return [n for n in graph.fx.nodes if n.op == "call_function" and ops.op_name(n.target) not in FREE_OPS]
 
 

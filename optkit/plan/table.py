@@ -52,7 +52,7 @@ class Machine:
 
     @property
     def source(self) -> str:
-        """The origin of the figures, with those that nobody has verified."""
+        """The origin of the figures, with the names of unverified figures."""
         if self.row is None:
             return (
                 f"ceilings {'measured here' if self.target.source == 'measured' else 'from the data sheet'}"
@@ -65,11 +65,10 @@ class Machine:
 def machine(name: str | None, recipe_target: str, hardware: Path | None = None) -> Machine:
     """The machine called ``name``, as ``h100``, ``cuda-h100`` or ``here``.
 
-    Without a name it is the machine of the recipe: the CPU at hand, the GPU that is here, or the one that the recipe
-    names.
+    None is the machine of the recipe: the CPU at hand, the local GPU, or the GPU named by the recipe.
 
     Raises:
-        UserError: no such machine, or a wrong row of a user.
+        UserError: an unknown machine, or a wrong row of a user.
     """
     known = all_rows(hardware)
     if name is None:
@@ -98,7 +97,7 @@ def of_recipe(recipe_target: str, known: dict[str, Row]) -> Machine:
 
 
 def short_name(name: str, known: dict[str, Row]) -> str:
-    """``h100`` of ``cuda-h100``; a name without a kind in front is returned as it is."""
+    """``h100`` of ``cuda-h100``; a name without a kind in front is returned unchanged."""
     if name in known:
         return name
     found = (name.removeprefix(prefix) for prefix in PREFIXES.values() if name.startswith(prefix))
@@ -106,7 +105,7 @@ def short_name(name: str, known: dict[str, Row]) -> str:
 
 
 def all_rows(hardware: Path | None = None) -> dict[str, Row]:
-    """The shipped rows and those of the user, by name; of equal names the file given last counts.
+    """The rows of optkit and of the user, by name; of equal names the file given last counts.
 
     Raises:
         UserError: a wrong row, or no file ``hardware``.
@@ -118,7 +117,7 @@ def all_rows(hardware: Path | None = None) -> dict[str, Row]:
 
 
 def user_file() -> Path:
-    """The user's own table; it need not exist."""
+    """The file of the user's own table, which may be missing."""
     default = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
     return default / "optkit" / FILE_NAME
 

@@ -1,7 +1,7 @@
 """Load for a plan: arrivals with tokens in and out, from a trace file or from the workload of a recipe.
 
 A trace is JSON lines in Mooncake's form: ``{"timestamp": milliseconds, "input_length": tokens, "output_length":
-tokens}``; further keys such as ``hash_ids`` are ignored here, since a plan counts every prompt as computed in full.
+tokens}``; further keys such as ``hash_ids`` are ignored, since a plan counts every prompt as computed in full.
 """
 
 from __future__ import annotations

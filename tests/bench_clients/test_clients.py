@@ -55,9 +55,9 @@ def test_reports_become_numbers_and_lost_requests_are_errors() -> None:
 
 def test_a_tool_that_fails_shows_its_output(tmp_path: Path) -> None:
     with pytest.raises(ToolError, match=r"code 3: .*broken"):
-        tools.run("x", ["sh", "-c", "echo broken; exit 3"], tmp_path)
+        tools.run("x", ["sh", "-c", "echo broken; exit 3"], tmp_path, {})
     with pytest.raises(ToolError, match="nowhere"):
-        tools.run("x", ["/nowhere"], tmp_path)
+        tools.run("x", ["/nowhere"], tmp_path, {})
 
 
 def test_optkit_s_numbers_are_means_by_the_tool_s_formulas() -> None:

@@ -23,12 +23,19 @@ WIDE = {"hidden_size": 256, "intermediate_size": 768, "vocab_size": 512, "num_hi
 SIZES = ["workload.prompt_tokens=[64]", "workload.output_tokens=16"]
 
 
+def planned(graph: Graph) -> Graph:
+    """``graph`` without values, as a plan captures it."""
+    for weight in graph.weights.values():
+        weight.value = weight.on_meta()
+    return graph
+
+
 def made(
     recipe: Recipe, target: Target = TARGET, source: Graph | None = None
 ) -> tuple[Chain, partial[object]]:
     predict = partial(costs_of, recipe=recipe, model=lambda graph: StepModel(graph, target))
     context = PassContext(target)
-    graph = source or captured("llama", **WIDE)
+    graph = source or planned(captured("llama", **WIDE))
     return chain_of(graph, resolve_passes(recipe), context, lambda one: predict(one).objective), predict
 
 

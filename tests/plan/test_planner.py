@@ -10,11 +10,15 @@ import pytest
 
 from optkit.errors import UserError
 from optkit.graph.ir import Graph
+from optkit.graph.shapes import Point
 from optkit.machine import target as targets
 from optkit.plan import planner
+from optkit.plan.calibrate import Anchor, Calibrated
 from optkit.plan.planner import Request, plan
+from optkit.plan.steps import StepModel
 from optkit.recipe.load import load_recipe
 from tests.support.architectures import tiny_model
+from tests.support.graphs import captured
 from tests.support.target import TARGET
 
 SIZES = ["workload.prompt_tokens=[24, 64]", "workload.output_tokens=8"]
@@ -111,6 +115,13 @@ def test_errors_are_one_line(config_only: Path, options: dict[str, Any], message
     with pytest.raises(UserError, match=message) as error:
         made(config_only, **options)
     assert "\n" not in error.value.line()
+
+
+@pytest.mark.parametrize(("measured", "said"), [(0.5, True), (1.5, False)])
+def test_ceilings_below_the_layers_are_said(measured: float, said: bool) -> None:
+    anchor = Anchor(Point(64, 1, 64), 2.0, measured, floor=1.0)
+    steps = Calibrated(StepModel(captured("llama"), TARGET), [anchor])
+    assert ("--refresh" in planner.low_ceilings(steps)) == said
 
 
 def test_a_request_that_never_fits_is_an_error(config_only: Path, tmp_path: Path) -> None:
