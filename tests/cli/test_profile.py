@@ -38,7 +38,7 @@ def test_command_prints_a_table_for_each_phase_and_writes_files(
     assert asked == [(Path("artifact"), 20, 30, 1)]
     text = capsys.readouterr().out
     assert "prefill of 40 tokens" in text and "decode of 1 sequence" in text
-    for row in ("layers.*.mlp.down_proj", "attention", "between ops", "packing the batch"):
+    for row in ("layers.*.mlp.down_proj", "sampling", "between ops", "packing the batch"):
         assert text.count(row) == 2, row
     assert text.count("wrote ") == len(list((tmp_path / "out").iterdir())) == 4
 

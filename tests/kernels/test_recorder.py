@@ -36,7 +36,7 @@ def test_each_call_has_a_record_and_bits_stay(tokens: int, threads: int) -> None
     after = ticks()
     assert torch.equal(found, run(plain, tokens, x)[0])
     records = recorded.recorder.records[: recorded.recorder.used]
-    assert len(records) == most_records(plain, tokens)
+    assert plain.num_calls <= len(records) <= most_records(plain, tokens) <= len(records) + 1
     assert (
         (before <= records["start"]) & (records["start"] <= records["end"]) & (records["end"] <= after)
     ).all()

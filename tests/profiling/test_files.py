@@ -58,8 +58,9 @@ def test_files_of_a_large_profile_stay_below_5_mb_and_take_less_than_a_second(tm
 def test_median_steps_come_first_and_the_shortest_slices_go() -> None:
     report = large(tiny_report(), 9_000)
     chosen = in_bounds(report, MOST_SLICES)
-    assert len(chosen) == 2 and all(num_slices(each) <= MOST_SLICES // 2 for each in chosen)
-    assert [each.step.begin for each in chosen] == sorted(p.timeline.step.begin for p in report.phases)
+    assert sum(map(num_slices, chosen)) <= MOST_SLICES < sum(map(num_slices, report.timelines))
+    begins = [each.step.begin for each in chosen]
+    assert begins == sorted(begins) and {phase.timeline.step.begin for phase in report.phases} <= set(begins)
     assert all(each.threads[0][0].name.endswith(" step") for each in chosen)
     assert len(in_bounds(tiny_report(), MOST_SLICES)) == 4
     small = thinned(report.phases[0].timeline, 100)
