@@ -29,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,8 @@ from optkit.runtime.factory import load_engine
 OVERHEAD = {PREFILL: 0.01, DECODE: 0.02}
 PARTS, AGREEMENT = 0.95, 0.05
 PERF_SECONDS, PERF_RATE = 20.0, 1997
-KERNELS = re.compile(r"int8|int4|w4a8|w8a8|w8a16|w4a16|panel|tile", re.IGNORECASE)  # symbols of products
+KERNELS = re.compile(r"Linear|linear_|Panel|panel|grouped_tile|widened")  # demangled symbols of products
+MOST_SYMBOLS = 15  # in the output, for a check by eye
 PRODUCTS = ("linear", "expert", "head_linear")  # ops
 
 
@@ -230,6 +232,10 @@ def against_perf(engine: Engine, artifact: Artifact, tokens: int) -> dict[str, A
         "check": "perf",
         "samples": len(symbols),
         "share_of_products": [own / whole, theirs],
+        "symbols": [
+            f"{count / len(symbols):.1%} {name[:70]}"
+            for name, count in Counter(symbols).most_common(MOST_SYMBOLS)
+        ],
         "difference": own / whole / theirs - 1,
         "ok": abs(own / whole / theirs - 1) <= AGREEMENT,
     }
