@@ -13,31 +13,40 @@ from optkit.runtime.process.ipc import Profiled
 from optkit.serve.app_state import AppState
 from optkit.serve.http.errors import ApiError
 
+START, STOP = "/start_profile", "/stop_profile"
 STEPS, MOST_STEPS = 3, 100  # of each phase
 
 
 def add_profile_routes(app: FastAPI, state: AppState) -> None:
     """Add the routes to ``app``."""
+    directory = state.settings.profile_dir
+    if directory is None:
+        refuse_profiles(app)
+        return
 
-    def directory() -> str:
-        found = state.settings.profile_dir
-        if found is None:
-            message = "profiles are off; start the server with --profile-dir DIR"
-            raise ApiError(message, code="profiling_disabled", status=404)
-        state.check_engine()
-        return found
-
-    @app.post("/start_profile")
+    @app.post(START)
     async def start_profile(http: Request) -> JSONResponse:
-        directory()
+        state.check_engine()
         steps = number_of_steps(http.query_params.get("num_steps"))
         checked(await state.engine.start_profile(steps))
         return JSONResponse({"status": "started", "num_steps": steps})
 
-    @app.post("/stop_profile")
+    @app.post(STOP)
     async def stop_profile() -> JSONResponse:
-        done = checked(await state.engine.stop_profile(directory()))
+        state.check_engine()
+        done = checked(await state.engine.stop_profile(directory))
         return JSONResponse({"status": "stopped", "steps": done.steps, "files": list(done.files)})
+
+
+def refuse_profiles(app: FastAPI) -> None:
+    """Add routes that refuse profiles to ``app``, of a server without a directory for them."""
+
+    async def refuse() -> JSONResponse:
+        message = "profiles are off; start the server with --profile-dir DIR"
+        raise ApiError(message, code="profiling_disabled", status=404)
+
+    for path in (START, STOP):
+        app.add_api_route(path, refuse, methods=["POST"])
 
 
 def number_of_steps(text: str | None) -> int:
