@@ -4,14 +4,14 @@
     python -m bench.profiling artifact/ --check perf --threads 1
     python -m bench.profiling baseline/ --check torch
 
-*Overhead*: steps of one engine in pairs, one recorded and one plain in random order, timed by a clock around them. The
-result is the median of the ratios with its 95 % interval (a bootstrap over pairs). *Parts*: the smallest share of a
-recorded step that is in ops and named parts.
+*Overhead*: steps of an engine in pairs, recorded and plain in random order, timed by a clock around the step. The
+result is the median of the ratios with a 95 % interval (a bootstrap over pairs). *Parts*: the smallest share of a
+recorded step in ops and named parts.
 
 ``--check torch`` compares the time of matrix products and of the whole step with torch's profiler in the same
-prefill; that profiler sees ops of torch alone, so the artifact has to be one of them: recipe ``baseline``.
+prefill. torch's profiler sees ops of torch alone, so the artifact must run ops of torch: recipe ``baseline``.
 ``--check perf`` compares the share of matrix products in decode steps with samples of Linux' ``perf`` (cpu-clock).
-With one thread the shares have one meaning. Exit code 1 if a bound is missed.
+Shares are comparable with a single thread. Exit code 1 if a bound is missed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``optkit profile``: each op of a prefill and of a decode step against its roof."""
+"""``optkit profile``: ops of a prefill and of a decode step against their roofs."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def profile(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of text.")] = False,
 ) -> None:
-    """Measure each op of a prefill and of a decode step, and compare it with its roof.
+    """Measure each op of a prefill and of a decode step, and compare the time with the op's roof.
 
-    The roof of an op is the larger of two times: its arithmetic at the machine's measured peak, and its memory traffic
-    at the measured bandwidth. Lost time is the time minus the roof; what loses most comes first. Equal ops of different
+    The roof of an op is the larger of two times: arithmetic at the machine's measured peak, and memory traffic at the
+    measured bandwidth. Lost time is the time minus the roof; the largest loss comes first. Equal ops of different
     layers share a row. Rows without a roof are the work around the ops, and all rows of a phase add up to the step.
 
-    The engine is that of optkit serve, in this process, with the prefix cache off. A running server records its own
-    steps: optkit serve --profile-dir.
+    The engine is the engine of optkit serve, in the same process, with the prefix cache off. A running server records
+    real steps: optkit serve --profile-dir.
 
     Example: optkit profile artifact/ --prompt-tokens 1024 -o profile/
     """

@@ -1,4 +1,4 @@
-"""What an engine tells of its steps. Without a recording nobody listens, and a step calls four empty functions."""
+"""Observers of the steps of an engine. Without a recording a step calls four empty functions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Work(NamedTuple):
 
 
 class StepObserver(Protocol):
-    """What an engine tells of each step, in this order."""
+    """The calls of an engine in each step, in order."""
 
     @property
     def is_on(self) -> bool:

@@ -1,4 +1,4 @@
-"""The page of a profile: a timeline and a table for each phase, in one HTML file without requests to other places."""
+"""The page of a profile: a timeline and a table for each phase, in a single HTML file that loads nothing."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 The roof of an op is the larger of two times: its arithmetic at the target's peak and its memory traffic at the
 target's bandwidth (``optkit.lowering.cost``). Lost time is the op's time minus the roof. Equal ops of different layers
-are a row. Of several steps of a phase the one of median time is reported, so that the rows add up to a step that was
-run.
+are a row. The report has the step of median time of each phase, so the rows add up to a real step.
 """
 
 from __future__ import annotations
