@@ -17,6 +17,7 @@ Shares are comparable with a single thread. Exit code 1 if a bound is missed.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -49,6 +50,7 @@ from optkit.runtime.factory import load_engine
 OVERHEAD = {PREFILL: 0.01, DECODE: 0.02}
 PARTS, AGREEMENT = 0.95, 0.05
 PERF_SECONDS, PERF_RATE = 20.0, 1997
+ANSWER_TOKENS, SPACING = 200, 31  # every so many decode steps one is recorded, at all lengths in turn
 KERNELS = re.compile(r"Linear|linear_|Panel|panel|grouped_tile|widened")  # demangled symbols of products
 MOST_SYMBOLS = 15  # in the output, for a check by eye
 PRODUCTS = ("linear", "expert", "head_linear")  # ops
@@ -190,8 +192,8 @@ def against_perf(engine: Engine, artifact: Artifact, tokens: int) -> dict[str, A
     if shutil.which("perf") is None:
         raise SystemExit("there is no perf on PATH")
     steps = Steps(engine, MOST_STEPS)
-    switch = in_pairs(2)
-    steps.on = lambda: next(switch) and steps.recording.is_on
+    counter = itertools.count()
+    steps.on = lambda: next(counter) % SPACING == 0
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "perf.data"
         command = [
@@ -212,7 +214,7 @@ def against_perf(engine: Engine, artifact: Artifact, tokens: int) -> dict[str, A
         time.sleep(1.0)
         begin, spent = time.perf_counter(), 0.0
         for number in range(1000):
-            generate(engine, 32, number, answer=engine.config.max_model_len - 64)
+            generate(engine, 16, number, answer=ANSWER_TOKENS)
             spent = time.perf_counter() - begin
             if spent > PERF_SECONDS:
                 break

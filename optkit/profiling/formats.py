@@ -58,7 +58,7 @@ def _events(report: Report, chosen: Sequence[Timeline], first: int) -> Iterator[
                     "pid": PROCESS,
                     "tid": number,
                 }
-                yield event | {"args": {"tokens": each.count}} if each.count else event
+                yield event | {"args": {"tokens": each.tokens}} if each.tokens else event
 
 
 def speedscope(report: Report, chosen: Sequence[Timeline]) -> dict[str, Any]:

@@ -42,14 +42,14 @@ class Slice(NamedTuple):
 
     Attributes:
         op: number of the op, or -1.
-        count: tokens of a block, or 0.
+        tokens: of a block, or 0.
     """
 
     name: str
     start: int
     end: int
     op: int = -1
-    count: int = 0
+    tokens: int = 0
 
 
 @dataclass(frozen=True)
