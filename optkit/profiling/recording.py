@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from optkit.errors import UserError
+from optkit.kernels.cpu import native
 from optkit.profiling.clock import TickClock, now
 from optkit.profiling.observer import Work
 from optkit.profiling.timed import Call, Op, Timing
@@ -80,15 +81,18 @@ def phase_of(work: Sequence[Work]) -> str:
     return DECODE if all(each.is_decode for each in work) else PREFILL
 
 
-@dataclass
-class _Current:
-    """The step under way."""
+class _Taken(NamedTuple):
+    """A step as it is kept while others run: little work in the engine, whose caches are cold after a step.
 
-    work: tuple[Work, ...]
-    begin: int
-    scheduled: int
-    first_record: int
-    sampled: int = 0
+    ``first`` and ``last`` are numbers of native records.
+    """
+
+    work: Sequence[Work]
+    times: tuple[int, int, int, int]  # begin, scheduled, sampled, end
+    runs: tuple[tuple[int, int], ...]
+    calls: tuple[tuple[int, int, int], ...]
+    first: int
+    last: int
 
 
 class Recording:
@@ -107,15 +111,16 @@ class Recording:
         if model.device.type != "cpu":
             raise UserError("ops are recorded on CPUs alone", where="profile")
         self.model, self.steps, self.most_tokens = model, steps, most_tokens
+        self.threads = int(native.threads())
         self.timing = Timing(self._make_recorder)
         self.plain = model.variants
         self.timed = tuple(map(self.timing.variant, self.plain))
-        self.taken: list[RecordedStep] = []
         self.counts: Counter[str] = Counter()
-        self.num_lost = 0
-        self._first = now(self._ticks) if self.timing.recorder else None
-        self._begin, self._current = 0, _Current((), 0, 0, 0)
+        self._taken: list[_Taken] = []
+        self._start = now(self._ticks) if self.timing.recorder else None
         self._on = False  # in a step that is recorded
+        self._phase, self._work = "", list[Work]()
+        self._begin = self._scheduled = self._sampled = self._first = 0
 
     def _make_recorder(self) -> CallRecorder:
         from optkit.kernels.cpu.recorder import CallRecorder, most_records
@@ -142,58 +147,54 @@ class Recording:
     # -- the engine's side -----------------------------------------------------------------------------
 
     def begin(self) -> None:
+        if self._on:  # the step before failed
+            self.close()
         self._begin = perf_counter_ns()
 
     def scheduled(self, work: Sequence[Work]) -> None:
-        self._on = bool(work) and self.counts[phase_of(work)] < self.steps
-        self.model.variants = self.timed if self._on else self.plain
-        if self._on:
-            self.timing.calls.clear()
-            self.timing.runs.clear()
-            used = self.timing.recorder.used if self.timing.recorder else 0
-            self._current = _Current(tuple(work), self._begin, perf_counter_ns(), used)
+        phase = phase_of(work)
+        if not work or self.counts[phase] >= self.steps:
+            return
+        self._phase, self._work = phase, list(work)
+        self.timing.calls.clear()
+        self.timing.runs.clear()
+        self._first = self._used
+        self.model.variants = self.timed
+        self._on = True
+        self._scheduled = perf_counter_ns()
 
     def sampled(self) -> None:
-        if self._on:
-            self._current.sampled = perf_counter_ns()
+        self._sampled = perf_counter_ns()
 
     def end(self) -> None:
         if not self._on:
             return
-        end, current = perf_counter_ns(), self._current
+        end = perf_counter_ns()
         self.close()
-        if not self.timing.runs:  # the step was cancelled
-            return
-        native = self._native_since(current.first_record)
-        if native is None:
-            self.num_lost += 1
-        else:
-            times = (current.begin, current.scheduled, current.sampled, end)
-            calls = tuple(Call(*call) for call in self.timing.calls)
-            runs, threads = tuple(self.timing.runs), self._threads()
-            self.taken.append(RecordedStep(current.work, *times, runs, calls, native, threads))
-        self.counts[phase_of(current.work)] += 1
+        runs = tuple(self.timing.runs)
+        if runs:  # else the step was cancelled
+            times = (self._begin, self._scheduled, self._sampled, end)
+            calls = tuple(self.timing.calls)
+            self._taken.append(_Taken(self._work, times, runs, calls, self._first, self._used))
+            self.counts[self._phase] += 1
 
-    def _native_since(self, first: int) -> np.ndarray | None:
-        """The native records of a step, from number ``first`` on; None where there was no room for all."""
-        import numpy as np
-
-        recorder = self.timing.recorder
-        if recorder is None:
-            return np.empty(0)
-        last = recorder.used
-        return recorder.records[first:last] if last <= len(recorder.records) else None
-
-    @staticmethod
-    def _threads() -> int:
-        from optkit.kernels.cpu import native
-
-        return int(native.threads())
+    @property
+    def _used(self) -> int:
+        """The number of native records so far, those without room included."""
+        return self.timing.recorder.used if self.timing.recorder else 0
 
     # -- the result ------------------------------------------------------------------------------------
 
     def result(self) -> Recorded:
         """The recorded steps. The native records are copied, so the recording can be dropped."""
-        clock = TickClock(self._first, now(self._ticks)) if self._first is not None else None
-        steps = tuple(replace(step, native=step.native.copy()) for step in self.taken)
-        return Recorded(steps, tuple(self.timing.ops), clock, self.num_lost)
+        clock = TickClock(self._start, now(self._ticks)) if self._start is not None else None
+        room = len(self.timing.recorder.records) if self.timing.recorder else 0
+        steps = tuple(self._step(taken) for taken in self._taken if taken.last <= room)
+        return Recorded(steps, tuple(self.timing.ops), clock, len(self._taken) - len(steps))
+
+    def _step(self, taken: _Taken) -> RecordedStep:
+        import numpy as np
+
+        recorder, calls = self.timing.recorder, tuple(Call(*call) for call in taken.calls)
+        records = recorder.records[taken.first : taken.last].copy() if recorder else np.empty(0)
+        return RecordedStep(tuple(taken.work), *taken.times, taken.runs, calls, records, self.threads)
