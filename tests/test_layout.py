@@ -124,7 +124,8 @@ PACKAGES = (
         "calibration",
         "artifact",
     ),
-    *("runtime", "capture", "evaluation", "passes", "pipeline", "serve", "bench", "plan", "api", "cli"),
+    *("profiling", "runtime", "capture", "evaluation", "passes", "pipeline", "serve", "bench", "plan", "api"),
+    "cli",
 )
 
 

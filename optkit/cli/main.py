@@ -28,6 +28,7 @@ COMMANDS = {
     "plan": "optkit.cli.plan:plan",
     "serve": "optkit.cli.serve:serve",
     "bench": "optkit.cli.bench:bench",
+    "profile": "optkit.cli.profile:profile",
     "inspect": "optkit.cli.inspect:inspect",
     "rebuild": "optkit.cli.rebuild:rebuild",
     "verify": "optkit.cli.verify:verify",

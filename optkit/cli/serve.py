@@ -122,6 +122,15 @@ def serve(
             help="Serve a page at /demo that has a prompt computed while it is typed, and measures the first token.",
         ),
     ] = False,
+    profile_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            rich_help_panel=ACCESS,
+            help="Directory for profiles: POST /start_profile records the ops of some steps, POST /stop_profile writes "
+            "a table, traces and a timeline, while the server goes on. Without it both are off.",
+        ),
+    ] = None,
     ssl_certfile: Annotated[
         Path | None,
         typer.Option(
@@ -267,6 +276,7 @@ def serve(
             root_path=root_path,
             response_cache_bytes=_cache_bytes(response_cache),
             demo=demo,
+            profile_dir=profile_dir,
             ssl_certfile=ssl_certfile,
             ssl_keyfile=ssl_keyfile,
             engine=engine_options,

@@ -42,16 +42,32 @@ class Cost:
     kv_bytes: float = 0.0
     activation_bytes: float = 0.0
 
+    @property
+    def num_bytes(self) -> float:
+        """Bytes moved."""
+        return self.weight_bytes + self.kv_bytes + self.activation_bytes
+
+    @property
+    def operations(self) -> float:
+        """Arithmetic operations of all types."""
+        return self.flops + self.half_flops + self.int8_ops
+
     def seconds(self, target: Target) -> float:
         """Roofline time on ``target``."""
+        return max(self.compute_seconds(target), self.memory_seconds(target))
+
+    def compute_seconds(self, target: Target) -> float:
+        """Time of the arithmetic at the target's peak."""
         rates = (
             (self.flops, target.fp32_flops),
             (self.half_flops, target.bf16_flops),
             (self.int8_ops, target.int8_ops),
         )
-        compute = sum(work / rate for work, rate in rates if work and rate)
-        memory = (self.weight_bytes + self.kv_bytes + self.activation_bytes) / target.memory_bandwidth
-        return max(compute, memory)
+        return sum(work / rate for work, rate in rates if work and rate)
+
+    def memory_seconds(self, target: Target) -> float:
+        """Time of the traffic at the target's bandwidth."""
+        return self.num_bytes / target.memory_bandwidth
 
 
 def node_cost(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:

@@ -201,6 +201,7 @@ class Segment:
 
     def _call(self, node: fx.Node) -> None:
         emitter = emitters()[self.owner.ops[node]].emit
+        self.builder.node = node.name
         args = [self._argument(a) for a in node.args]
         kwargs = {name: self._argument(a) for name, a in node.kwargs.items()}
         reader = self._quantization_of(node)

@@ -23,6 +23,7 @@ import msgspec
 import torch
 
 from optkit.cancellation import StepCancelled, cancellable
+from optkit.profiling.observer import NoObserver, StepObserver, Work
 from optkit.runtime.embedding import Embedder, Embedding, MakeEmbedder
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.kv.offload import CorruptBlock, HostBlockStore
@@ -72,6 +73,7 @@ class Engine:
             between parts of a step.
         make_embedder: makes the embedder at the first use; None where there is none, as on GPUs.
         grammars: compiles the constraints of requests; None for an engine without a tokenizer, which refuses them.
+        observer: is told of each step, for a profile.
     """
 
     scheduler_class: type[Scheduler] = Scheduler
@@ -102,13 +104,17 @@ class Engine:
         )
         self._copy_seconds = 0.0  # of a block, one way
         self.departed: Callable[[], AbstractSet[str]] = frozenset
+        self.observer: StepObserver = NoObserver()
         self.make_embedder: MakeEmbedder | None = None
         self._embedder: Embedder | None = None
         self._ids = itertools.count()
 
     def step(self) -> list[TokenOutput]:
         """Compute the next tokens of the running requests."""
+        self.observer.begin()
         batch = self._transfer(self.scheduler.schedule())
+        if self.observer.is_on:
+            self.observer.scheduled(work_of(batch))
         if not batch.items:
             self._wait_for_grammar()
         try:
@@ -116,7 +122,10 @@ class Engine:
                 results = self._run(batch) if batch.items else []
         except StepCancelled:
             batch, results = Batch(()), []
-        return self.logprobs.attach(batch, self.scheduler.update(batch, results))
+        self.observer.sampled()
+        outputs = self.logprobs.attach(batch, self.scheduler.update(batch, results))
+        self.observer.end()
+        return outputs
 
     def _wait_for_grammar(self) -> None:
         """Sleep while every request waits for its grammar to be compiled, ``GRAMMAR_WAIT_SECONDS`` at most."""
@@ -351,3 +360,10 @@ class Engine:
                     raise RequestFailed(output.error)
                 texts[output.request_id] += output.token_ids
         return list(texts.values())
+
+
+def work_of(batch: Batch) -> list[Work]:
+    """The work of each sequence, for an observer."""
+    return [
+        Work(item.num_new, item.request.num_computed + item.num_new, len(item.draft)) for item in batch.items
+    ]

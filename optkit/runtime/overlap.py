@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from optkit.runtime.engine import Engine
+from optkit.runtime.engine import Engine, work_of
 from optkit.runtime.kv.shareable import note_step
 from optkit.runtime.scheduling.cost_model import StepWork, step_work
 from optkit.runtime.scheduling.scheduler import Result, Scheduler
@@ -204,7 +204,10 @@ class OverlapEngine(Engine):
 
     def step(self) -> list[TokenOutput]:
         """Queue the next step, then complete the step before."""
+        self.observer.begin()
         batch = self._transfer(self.scheduler.schedule())
+        if self.observer.is_on:
+            self.observer.scheduled(work_of(batch))
         if not batch.items and self._pending is None:
             self._wait_for_grammar()
         before, self._pending = self._pending, self._launch(batch) if batch.items else None
@@ -212,6 +215,7 @@ class OverlapEngine(Engine):
         outputs = self._complete(*before) if before is not None else []
         if runs_now:
             outputs += self._run_now(batch)
+        self.observer.end()
         return outputs + self.scheduler.take_lost()
 
     @property

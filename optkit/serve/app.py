@@ -6,6 +6,7 @@
 ``GET /health/ready``          the engine process lives, and no shutdown is going on; also ``/health``, ``/ping``
 ``GET /metrics``               Prometheus text
 ``POST /reset_prefix_cache``   drop the KV of finished requests
+``POST /start_profile``        with ``--profile-dir``: record steps (``optkit.serve.profile``); ``/stop_profile``
 ``GET /openapi.json``          requests and answers of the server, as OpenAPI 3.1
 ``GET /version``
 ``GET /demo``                  with ``--demo``: a page that shows typing ahead (``optkit.serve.demo``)
@@ -42,6 +43,7 @@ from optkit.serve.metrics import Metrics
 from optkit.serve.openai.defaults import SamplingDefaults
 from optkit.serve.openai.prompts import PromptReader
 from optkit.serve.openai.protocol import OPENAI_DEFAULTS
+from optkit.serve.profile import add_profile_routes
 from optkit.serve.routes import add_routes
 from optkit.serve.shutdown import RequestsInFlight
 from optkit.serve.tools.formats import ChatFormat, choose_format
@@ -112,6 +114,7 @@ def make_app(
     add_routes(app, state)
     _add_models(app, settings)
     _add_health(app, state, settings)
+    add_profile_routes(app, state)
     if settings.response_cache_bytes:
         from optkit.serve.cache.middleware import ResponseCacheMiddleware
 

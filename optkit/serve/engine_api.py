@@ -16,7 +16,7 @@ from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.types import EngineRequest, EngineStats, TokenOutput
 
 if TYPE_CHECKING:
-    from optkit.runtime.process.ipc import Embedded
+    from optkit.runtime.process.ipc import Embedded, Profiled
 
 
 class TokenSource(Protocol):
@@ -57,6 +57,14 @@ class AsyncEngine(TokenSource, Protocol):
         """The pinned prefixes, after the pin ``drop`` has ended."""
         ...
 
+    async def start_profile(self, steps: int) -> Profiled:
+        """Record up to ``steps`` steps of each phase."""
+        ...
+
+    async def stop_profile(self, directory: str) -> Profiled:
+        """Write the recorded steps into files in ``directory``."""
+        ...
+
 
 class AccessSettings(Protocol):
     """The settings of access control; ``ServeSettings`` explains them."""
@@ -93,6 +101,7 @@ class ServeSettings:
         fingerprint: changes with the model and the version of optkit.
         response_cache_bytes: memory of the exact response cache; 0 is none.
         request_timeout: seconds from arrival to the last token; None: no limit.
+        profile_dir: directory for the files of profiles; None: none are recorded.
         max_body_bytes, body_timeout: limits of a request's body; the second in seconds.
     """
 
@@ -109,3 +118,4 @@ class ServeSettings:
     root_path: str = ""
     response_cache_bytes: int = 0
     demo: bool = False
+    profile_dir: str | None = None

@@ -16,6 +16,7 @@ from optkit.serve.anthropic.protocol import CountTokensRequest, MessagesRequest
 from optkit.serve.openai.protocol import ChatRequest, CompletionRequest
 from optkit.serve.openai.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from optkit.serve.pooling.protocol import EmbeddingRequest, RerankRequest, ScoreRequest
+from optkit.serve.profile import MOST_STEPS, STEPS
 from optkit.serve.responses.protocol import ResponsesRequest
 from optkit.serve.warm.protocol import WarmChat, WarmText
 from optkit.version import VERSION
@@ -81,6 +82,8 @@ def document(root_path: str = "") -> Schema:
         "/reset_prefix_cache": {
             "post": {"summary": "Forget the KV of finished sequences.", **_answers({}, 401, 403)}
         },
+        "/start_profile": {"post": _start_profile()},
+        "/stop_profile": {"post": _stop_profile()},
         "/metrics": {"get": _get("Prometheus metrics.", STRING, "text/plain")},
         "/version": {"get": _get("The version.", _object({"version": STRING}))},
         "/openapi.json": {"get": _get("This document.", {"type": "object"})},
@@ -241,3 +244,19 @@ def _object(fields: Schema) -> Schema:
 
 def _ref(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _start_profile() -> Schema:
+    steps = {"type": "integer", "minimum": 1, "maximum": MOST_STEPS, "default": STEPS}
+    given = {"name": "num_steps", "in": "query", "required": False, "schema": steps}
+    started = _object({"status": {"const": "started"}, "num_steps": INTEGER})
+    answers = _answers({"application/json": {"schema": started}}, 400, 401, 403, 404, 409, 503)
+    return {"summary": "Record some steps of each phase.", "parameters": [given], **answers}
+
+
+def _stop_profile() -> Schema:
+    files = {"type": "array", "items": STRING}
+    counts = {"type": "object", "additionalProperties": INTEGER}
+    stopped = _object({"status": {"const": "stopped"}, "steps": counts, "files": files})
+    answers = _answers({"application/json": {"schema": stopped}}, 401, 403, 404, 409, 503)
+    return {"summary": "Write the recorded steps into files.", **answers}

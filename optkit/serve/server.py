@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import os
 import socket
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
@@ -62,6 +63,7 @@ class ServeOptions:
         root_path: path of the server behind a proxy.
         response_cache_bytes: memory of the exact response cache; 0 is none.
         demo: serve the page at ``/demo``.
+        profile_dir: for the files of profiles (``optkit.serve.profile``); None: none are recorded.
         engine: the given options of the engine, by name; ``engine_options`` adds the rest.
     """
 
@@ -81,6 +83,7 @@ class ServeOptions:
     root_path: str = ""
     response_cache_bytes: int = 0
     demo: bool = False
+    profile_dir: Path | None = None
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -137,6 +140,8 @@ def check(options: ServeOptions) -> None:
         tracing.check(options.otlp_traces_endpoint)
     check_tls(options.ssl_certfile, options.ssl_keyfile)
     check_root_path(options.root_path)
+    if options.profile_dir is not None:
+        make_writable(options.profile_dir)
 
 
 def serve(
@@ -247,6 +252,7 @@ class AppParts:
             root_path=options.root_path,
             response_cache_bytes=options.response_cache_bytes,
             demo=options.demo,
+            profile_dir=str(options.profile_dir.resolve()) if options.profile_dir else None,
         )
 
     def defaults(self) -> SamplingDefaults:
@@ -258,6 +264,20 @@ class AppParts:
             words = ", ".join(f"{name} {value:g}" for name, value in found.given.items())
             log.info("sampling defaults of generation_config.json: %s", words)
         return found
+
+
+def make_writable(directory: Path) -> None:
+    """Make the directory of profiles where it is missing.
+
+    Raises:
+        UserError: no file can be written there.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"it can't be made: {error.strerror}", where=f"--profile-dir {directory}") from error
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise UserError("no file can be written there", where=f"--profile-dir {directory}")
 
 
 def allowed_hosts(options: ServeOptions) -> frozenset[str] | None:

@@ -24,7 +24,7 @@ from optkit.errors import UserError
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.pooling import Pooling
 from optkit.runtime.process.client import EngineClient, EngineDied
-from optkit.runtime.process.ipc import Embedded, PinList
+from optkit.runtime.process.ipc import Embedded, PinList, Profiled
 from optkit.runtime.types import EngineRequest, EngineStats, TokenOutput
 from optkit.serve.quarantine import Quarantine
 
@@ -82,6 +82,12 @@ class EngineSupervisor:
     async def pins(self, drop: str | None = None) -> PinList:
         """The pinned prefixes, after the pin ``drop`` has ended."""
         return await self._client.pins(drop)
+
+    async def start_profile(self, steps: int) -> Profiled:
+        return await self._client.start_profile(steps)
+
+    async def stop_profile(self, directory: str) -> Profiled:
+        return await self._client.stop_profile(directory)
 
     async def reset_prefix_cache(self) -> None:
         await self._client.reset_prefix_cache()

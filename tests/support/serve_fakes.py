@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from optkit.runtime.engine import Engine
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.pooling import Pooling
-from optkit.runtime.process.ipc import Embedded, PinList
+from optkit.runtime.process.ipc import Embedded, PinList, Profiled
 from optkit.runtime.process.worker import embedded, failed_output
 from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.types import EngineRefusal, EngineRequest, EngineStats, FinishReason, TokenOutput
@@ -60,6 +60,7 @@ class FakeEngine:
         self.gate: asyncio.Event | None = None
         self.is_healthy, self.is_restarting, self.num_restarts = True, False, 0
         self.resets = 0
+        self.profiled_steps = 0  # of the profile under way
         self.embedded: list[tuple[tuple[tuple[int, ...], ...], Pooling]] = []
         self.embed_error: tuple[str, bool] | None = None
         self.stats = EngineStats(num_running=2, num_waiting=3, kv_blocks_used=1, kv_blocks_total=4)
@@ -82,6 +83,16 @@ class FakeEngine:
 
     async def pins(self, drop: str | None = None) -> PinList:
         return PinList("pins")
+
+    async def start_profile(self, steps: int) -> Profiled:
+        is_conflict, self.profiled_steps = self.profiled_steps > 0, steps
+        return Profiled("profile", error="it runs" if is_conflict else None, is_conflict=is_conflict)
+
+    async def stop_profile(self, directory: str) -> Profiled:
+        if not self.profiled_steps:
+            return Profiled("profile", error="there is none", is_conflict=True)
+        counts, self.profiled_steps = {"decode": self.profiled_steps}, 0
+        return Profiled("profile", (f"{directory}/profile.html",), counts)
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
         self.requests.append(request)

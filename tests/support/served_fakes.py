@@ -50,7 +50,7 @@ class FakeServed:
         await asyncio.sleep(self.load_seconds)
         if self.gate:
             await self.gate.wait()
-        chosen = settings(model_names=self.names)
+        chosen = settings(model_names=self.names, profile_dir="/srv/profiles")
         self.app = make_app(
             self.engine, tiny_tokenizer(), chosen, metrics=self.metrics, requests=self._requests
         )

@@ -6,6 +6,7 @@ import functools
 
 import torch
 
+from optkit.graph.ir import Graph
 from optkit.lowering.lower import Executable, lower
 from optkit.runtime.engine import Engine
 from optkit.runtime.kv.offload import MemoryBlocks
@@ -24,7 +25,7 @@ LIMITS = {
 
 
 @functools.cache
-def int8_llama() -> Executable:
+def int8_graph() -> Graph:
     """A two-layer model in the formats of ``ttft-cpu``: int8 layers and int8 KV."""
     graph = captured("llama")
     for name in ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "select_logits_rows"):
@@ -32,7 +33,13 @@ def int8_llama() -> Executable:
     apply(graph, "int8", group_size=32, lm_head=True, weight_only=["lm_head"])
     apply(graph, "flash_attention")
     apply(graph, "kv_int8")
-    return lower(graph, TARGET)
+    return graph
+
+
+@functools.cache
+def int8_llama() -> Executable:
+    """``int8_graph``, lowered."""
+    return lower(int8_graph(), TARGET)
 
 
 def engine(proposer: Proposer | None = None, **limits: object) -> Engine:

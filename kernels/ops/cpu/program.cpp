@@ -12,6 +12,7 @@
 
 #include "dispatch.h"
 #include "panels.h"
+#include "recorder.h"
 #include "scratch.h"
 #include "threads.h"
 
@@ -115,10 +116,21 @@ int run_call(const Program& p, const Call& call, const Block& block, int threads
     return row.run(values);
 }
 
-// The calls of a run, for one block of `tokens` tokens after another, each with `token_bytes` of memory a token. Gives the
-// first call that met an index out of range, or the number of calls.
-int64_t run_blocks(const Program& p, const Call* calls, int64_t tokens, int64_t token_bytes, int threads) {
-    const int64_t count = calls->run, all = p.sizes[TOKENS];
+// run_call of the call `number` of the program, with a record.
+template <class Records>
+int run_recorded(const Program& p, int64_t number, const Block& block, int threads, const Records& records) {
+    const int64_t start = Records::now();
+    const int failed = run_call(p, p.calls[number], block, threads);
+    records.add(start, number, block.first, block.count);
+    return failed;
+}
+
+// The calls of the run that starts at call `number`, for one block of `tokens` tokens after another, each with
+// `token_bytes` of memory a token. Gives the first call that met an index out of range, or the number of calls.
+template <class Records>
+int64_t run_blocks(const Program& p, int64_t number, int64_t tokens, int64_t token_bytes, int threads,
+                   const Records& records) {
+    const int64_t count = p.calls[number].run, all = p.sizes[TOKENS], start = Records::now();
     std::atomic<int64_t> failed{count};
     parallel_for(divide_up(all, tokens), 1, threads, [&](int64_t first, int64_t last) {
         thread_local GrowingMemory scratch;
@@ -126,10 +138,28 @@ int64_t run_blocks(const Program& p, const Call* calls, int64_t tokens, int64_t 
         for (; first < last; ++first) {
             const Block block{first * tokens, std::min(tokens, all - first * tokens), memory};
             for (int64_t i = 0; i < failed; ++i)
-                if (run_call(p, calls[i], block, 1)) failed = i;
+                if (run_recorded(p, number + i, block, 1, records)) failed = i;
         }
     });
+    records.add(start, number, WHOLE_RUN, count);
     return failed;
+}
+
+// The result of optkit_run_program.
+template <class Records>
+int64_t run_program(const Program& p, int64_t count, const Block& all, int64_t block_tokens, int64_t token_bytes,
+                    int threads, const Records& records) {
+    for (int64_t i = 0; i < count;) {
+        if (block_tokens && p.calls[i].run > 1) {
+            const int64_t failed = run_blocks(p, i, block_tokens, token_bytes, threads, records);
+            if (failed < p.calls[i].run) return i + failed + 1;
+            i += p.calls[i].run;
+        } else {
+            if (run_recorded(p, i, all, threads, records)) return i + 1;
+            ++i;
+        }
+    }
+    return 0;
 }
 
 }  // namespace
@@ -148,18 +178,21 @@ OPTKIT_API int64_t optkit_run_program(const void* calls, int64_t count, const vo
                                       const int64_t* inputs, const int64_t* arenas, void* block_memory,
                                       int64_t block_tokens, int64_t token_bytes, int threads) {
     using namespace optkit;
-    const auto* call = static_cast<const Call*>(calls);
-    const Program p{call, static_cast<const Argument*>(arguments), sizes, inputs, arenas};
+    const Program p{static_cast<const Call*>(calls), static_cast<const Argument*>(arguments), sizes, inputs, arenas};
     const Block all{0, sizes[TOKENS], reinterpret_cast<int64_t>(block_memory)};
-    for (int64_t i = 0; i < count;) {
-        if (block_tokens && call[i].run > 1) {
-            const int64_t failed = run_blocks(p, call + i, block_tokens, token_bytes, threads);
-            if (failed < call[i].run) return i + failed + 1;
-            i += call[i].run;
-        } else {
-            if (run_call(p, call[i], all, threads)) return i + 1;
-            ++i;
-        }
-    }
-    return 0;
+    return run_program(p, count, all, block_tokens, token_bytes, threads, NoRecorder{});
+}
+
+// optkit_run_program with a record of each call in `capacity` records at `records`, of which `used` are in use before and
+// after. `first_op` is the number of the first call.
+OPTKIT_API int64_t optkit_run_program_recorded(const void* calls, int64_t count, const void* arguments,
+                                               const int64_t* sizes, const int64_t* inputs, const int64_t* arenas,
+                                               void* block_memory, int64_t block_tokens, int64_t token_bytes,
+                                               int threads, void* records, int64_t capacity, int64_t* used,
+                                               int64_t first_op) {
+    using namespace optkit;
+    const Program p{static_cast<const Call*>(calls), static_cast<const Argument*>(arguments), sizes, inputs, arenas};
+    const Block all{0, sizes[TOKENS], reinterpret_cast<int64_t>(block_memory)};
+    const Recorder recorder(static_cast<Record*>(records), capacity, used, first_op);
+    return run_program(p, count, all, block_tokens, token_bytes, threads, recorder);
 }

@@ -108,6 +108,8 @@ class Builder:
         self.outputs: list[View] = []
         self.num_inputs = 0
         self.expected: list[tuple[int, tuple[int, ...], torch.dtype] | None] = []
+        self.node = ""  # of the graph, for which the next calls are made
+        self.nodes: list[str] = []  # of each call
 
     def input(self, rows: int, shape: Sequence[int], dtype: torch.dtype, *, check: bool = True) -> View:
         """The next input tensor, [rows, *shape], contiguous; without ``check`` the caller guarantees the shape in
@@ -148,6 +150,7 @@ class Builder:
                 buffer.dies = len(self.calls)
         self.calls.append((name, [arguments[each] for each in names]))
         self.by_rows.append(by_rows and is_of_tokens(arguments.values()))
+        self.nodes.append(self.node)
 
     def output(self, view: View) -> int:
         """Make the buffer of ``view``, which must fill the buffer, an output tensor; the number of the output."""
@@ -267,6 +270,9 @@ class Program:
     """Kernel calls for every batch size; a call takes the tensors with the sizes of the batch, then the inputs.
 
     Not reentrant: the arena belongs to one step at a time.
+
+    Attributes:
+        made_for: the node of the graph and the kernel of each call, for profiles.
     """
 
     __name__, __module__ = "program", __name__  # torch.fx names nodes and generated code after their target
@@ -281,6 +287,7 @@ class Program:
         )
         self.runs = runs
         self.num_inputs, self.num_calls = builder.num_inputs, len(builder.calls)
+        self.made_for = [(node, name) for node, (name, _) in zip(builder.nodes, builder.calls, strict=True)]
         self.checked = [(i, *known) for i, known in enumerate(builder.expected) if known is not None]
         self.outputs = [(view.rows, view.shape, view.dtype) for view in builder.outputs]
         self.constants: list[Tensor] = []  # tensors with addresses in the calls
@@ -364,7 +371,17 @@ class Program:
 
     def _run(self, first: int, count: int) -> None:
         """Run ``count`` calls from the call ``first`` on."""
-        failed = native.library().optkit_run_program(
+        failed = self._call(first, count)
+        if failed:
+            raise IndexError(f"an index is out of range in call {first + failed - 1} of the program")
+
+    def _call(self, first: int, count: int) -> int:
+        """Run calls as ``_run``; 0, or 1 + the call with an index out of range, counted from ``first``."""
+        return int(native.library().optkit_run_program(*self._native_arguments(first, count)))
+
+    def _native_arguments(self, first: int, count: int) -> tuple[int, ...]:
+        """The arguments of ``optkit_run_program``."""
+        return (
             ctypes.addressof(self._calls) + first * CALL.size,
             count,
             ctypes.addressof(self._arguments),
@@ -374,8 +391,6 @@ class Program:
             *self._block,
             native.threads(),
         )
-        if failed:
-            raise IndexError(f"an index is out of range in call {first + failed - 1} of the program")
 
     def _check(self, inputs: Sequence[Tensor], sizes: Sequence[int]) -> None:
         """Compare tensors computed by torch with the shapes and types of the plan, since the calls take addresses."""

@@ -23,6 +23,10 @@ FUNCTION(void, sample, const void* rows, int64_t count, int64_t width, int64_t* 
 FUNCTION(int64_t, run_program, const void* calls, int64_t count, const void* arguments, const int64_t* sizes,
          const int64_t* inputs, const int64_t* arenas, void* block_memory, int64_t block_tokens, int64_t token_bytes,
          int threads)
+FUNCTION(int64_t, run_program_recorded, const void* calls, int64_t count, const void* arguments, const int64_t* sizes,
+         const int64_t* inputs, const int64_t* arenas, void* block_memory, int64_t block_tokens, int64_t token_bytes,
+         int threads, void* records, int64_t capacity, int64_t* used, int64_t first_op)
+FUNCTION(int64_t, ticks, void)
 
 KERNEL(int, gather_rows, const float* table, const int64_t* index, float* out, int64_t rows, int64_t count,
        int64_t width)

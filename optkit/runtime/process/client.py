@@ -96,6 +96,7 @@ class EngineClient:
         self._streams: dict[str, _Stream] = {}
         self._embedding: dict[str, asyncio.Future[ipc.Embedded]] = {}
         self._listing: dict[str, asyncio.Future[ipc.PinList]] = {}
+        self._profiling: dict[str, asyncio.Future[ipc.Profiled]] = {}
         self._names = itertools.count()
         self.on_death: Callable[[Sequence[Casualty]], None] = _ignore
         self._process: subprocess.Popen[bytes] | None = None
@@ -186,6 +187,27 @@ class EngineClient:
             return await answer
         finally:
             self._listing.pop(name, None)
+
+    async def start_profile(self, steps: int) -> ipc.Profiled:
+        """Have the engine record up to ``steps`` steps of each phase."""
+        return await self._profile(lambda name: ipc.StartProfile(name, steps))
+
+    async def stop_profile(self, directory: str) -> ipc.Profiled:
+        """Have the engine write its profile into ``directory``."""
+        return await self._profile(lambda name: ipc.StopProfile(name, self.artifact_dir, directory))
+
+    async def _profile(self, message: Callable[[str], ipc.StartProfile | ipc.StopProfile]) -> ipc.Profiled:
+        """The answer to the ``message`` of a name."""
+        name = f"profile-{next(self._names)}"
+        answer: asyncio.Future[ipc.Profiled] = asyncio.get_running_loop().create_future()
+        if not self._alive:
+            return ipc.Profiled(name, error=ENGINE_GONE)
+        self._profiling[name] = answer
+        try:
+            await self._send(message(name))
+            return await answer
+        finally:
+            self._profiling.pop(name, None)
 
     async def reset_prefix_cache(self) -> None:
         """Have the engine drop the KV outside of running requests."""
@@ -283,7 +305,7 @@ class EngineClient:
                     self._stats = message
                 elif isinstance(message, ipc.Begun):
                     self._mark_begun(message)
-                elif isinstance(message, (ipc.Embedded, ipc.PinList)):
+                elif isinstance(message, (ipc.Embedded, ipc.PinList, ipc.Profiled)):
                     self._answer(message)
         except (EOFError, ConnectionError):
             pass  # the worker has gone, by order or by accident
@@ -298,11 +320,13 @@ class EngineClient:
             if stream is not None:
                 stream.put(output)
 
-    def _answer(self, message: ipc.Embedded | ipc.PinList) -> None:
-        waiting: dict[str, asyncio.Future[Any]] = (
-            self._embedding if isinstance(message, ipc.Embedded) else self._listing
-        )
-        answer = waiting.get(message.request_id)
+    def _answer(self, message: ipc.Embedded | ipc.PinList | ipc.Profiled) -> None:
+        waiting: dict[type, dict[str, asyncio.Future[Any]]] = {
+            ipc.Embedded: self._embedding,
+            ipc.PinList: self._listing,
+            ipc.Profiled: self._profiling,
+        }
+        answer = waiting[type(message)].get(message.request_id)
         if answer is not None and not answer.done():
             answer.set_result(message)
 
@@ -319,10 +343,13 @@ class EngineClient:
             self.on_death([Casualty(s.request, s.num_tokens) for s in self._streams.values() if s.is_begun])
         for name, stream in self._streams.items():
             stream.put(self._death(name))
+        reason = ENGINE_STOPPED if self._stopping else ENGINE_DIED
         for name in self._embedding:
-            self._answer(ipc.Embedded(name, error=ENGINE_STOPPED if self._stopping else ENGINE_DIED))
+            self._answer(ipc.Embedded(name, error=reason))
         for name in self._listing:
-            self._answer(ipc.PinList(name, error=ENGINE_STOPPED if self._stopping else ENGINE_DIED))
+            self._answer(ipc.PinList(name, error=reason))
+        for name in self._profiling:
+            self._answer(ipc.Profiled(name, error=reason))
 
     def _death(self, request_id: str) -> TokenOutput:
         stream = self._streams.get(request_id)

@@ -56,6 +56,21 @@ class AskPins(msgspec.Struct, frozen=True, tag="ask_pins"):
     drop: str | None = None
 
 
+class StartProfile(msgspec.Struct, frozen=True, tag="start_profile"):
+    """Record up to ``steps`` steps of each phase from now on; a ``Profiled`` answers."""
+
+    request_id: str
+    steps: int
+
+
+class StopProfile(msgspec.Struct, frozen=True, tag="stop_profile"):
+    """Write the profile into ``directory``; a ``Profiled`` answers when the files are written."""
+
+    request_id: str
+    artifact_dir: str
+    directory: str
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Leave now; requests in flight are dropped."""
 
@@ -107,9 +122,28 @@ class PinList(msgspec.Struct, frozen=True, tag="pins"):
     error: str | None = None
 
 
+class Profiled(msgspec.Struct, frozen=True, tag="profiled"):
+    """The answer to a ``StartProfile`` or a ``StopProfile``.
+
+    Attributes:
+        files: the written files.
+        steps: the number of recorded steps of each phase.
+        error: the reason why nothing was started or written.
+        is_conflict: a profile is being recorded already, or none was started.
+    """
+
+    request_id: str
+    files: tuple[str, ...] = ()
+    steps: dict[str, int] = {}
+    error: str | None = None
+    is_conflict: bool = False
+
+
 Outputs = tuple[TokenOutput, ...]  # of one step
-ToWorker = Load | EngineRequest | Abort | ResetPrefixCache | Embed | AskPins | Shutdown
-FromWorker = Ready | Begun | Outputs | EngineStats | Heartbeat | Embedded | PinList | Failed
+ToWorker = (
+    Load | EngineRequest | Abort | ResetPrefixCache | Embed | AskPins | StartProfile | StopProfile | Shutdown
+)
+FromWorker = Ready | Begun | Outputs | EngineStats | Heartbeat | Embedded | PinList | Profiled | Failed
 
 to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)

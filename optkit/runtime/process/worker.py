@@ -37,6 +37,7 @@ from optkit.machine import logs
 from optkit.recipe.engine_options import EngineOptions
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.process import ipc
+from optkit.runtime.process.profiler import WHILE_WRITING_SECONDS, EngineProfiler
 from optkit.runtime.types import EngineOverload, EngineRefusal, EngineRequest, FinishReason, TokenOutput
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class Worker:
         self._inbox: deque[ipc.ToWorker] = deque()  # messages that were read and are not handled yet
         self._aborted: set[str] = set()  # requests with an ``Abort`` in the inbox
         self._last_sent, self._stats_sent = time.monotonic(), 0.0
+        self._profiler = EngineProfiler(engine)
         engine.departed = self._departed
         engine.scheduler.announce = self._announce
 
@@ -76,7 +78,9 @@ class Worker:
         """Step while there is work, sleep on the socket while there is none, until ``ParentGone``."""
         while True:
             busy = self.engine.has_work or self.engine.is_embedding
-            self._receive(timeout=0.0 if busy else HEARTBEAT_SECONDS)
+            idle = WHILE_WRITING_SECONDS if self._profiler.is_writing else HEARTBEAT_SECONDS
+            self._receive(timeout=0.0 if busy else idle)
+            self._post(*self._profiler.finished())
             if self.engine.has_work:
                 self._send(self.engine.step())
             elif self._outputs:
@@ -88,6 +92,8 @@ class Worker:
                     self._post(embedded(message))
 
     def _post(self, *messages: ipc.FromWorker) -> None:
+        if not messages:
+            return
         send(self.sock, *messages)
         self._last_sent = time.monotonic()
 
@@ -153,6 +159,11 @@ class Worker:
                 if drop is not None:
                     self.engine.unpin(drop)
                 self._post(ipc.PinList(request_id, tuple(self.engine.pins())))
+            case ipc.StartProfile() as start:
+                self._post(self._profiler.start(start))
+            case ipc.StopProfile() as stop:
+                if answer := self._profiler.stop(stop):
+                    self._post(answer)
             case EngineRequest() as request:
                 try:
                     self.engine.add_request(request)

@@ -29,6 +29,7 @@ from optkit.serve.models.metrics import MergedRegistries
 from optkit.serve.models.pool import ModelPool
 from optkit.serve.models.served import ServedModel
 from optkit.serve.openapi import document
+from optkit.serve.profile import refuse_profiles
 from optkit.serve.shutdown import RequestsInFlight, shutting_down
 from optkit.version import VERSION
 
@@ -52,6 +53,7 @@ class DispatcherSettings(msgspec.Struct, frozen=True, kw_only=True):
     allowed_origins: tuple[str, ...] = ()
     root_path: str = ""
     demo: bool = False
+    profile_dir: str | None = None
     max_body_bytes: int = ServeSettings.max_body_bytes
     body_timeout: float = ServeSettings.body_timeout
 
@@ -70,6 +72,8 @@ def create_dispatcher(
     _add_models(app, pool, names)
     _add_health(app, names)
     _add_facts(app, pool, names, metrics, settings.root_path)
+    if settings.profile_dir is None:
+        refuse_profiles(app)  # and load no model for the answer
     _add_forwarding(app, pool, names, settings)
     if settings.demo:
         add_demo(app)

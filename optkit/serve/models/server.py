@@ -160,6 +160,7 @@ class ModelsProcess(ServerProcess):
             allowed_origins=options.allowed_origins,
             root_path=options.root_path,
             demo=options.demo,
+            profile_dir=str(options.profile_dir) if options.profile_dir else None,
         )
         registries = [self._metrics.registry, *(model.metrics.registry for model in self._models)]
         app = create_dispatcher(self._pool, settings, self._requests, MergedRegistries(registries))

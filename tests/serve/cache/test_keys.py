@@ -28,6 +28,8 @@ NOT_CACHED = {
     "/tokenize",
     "/detokenize",
     "/reset_prefix_cache",
+    "/start_profile",
+    "/stop_profile",
     "/v1/cache/warm",
 }
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}

@@ -189,6 +189,19 @@ def test_prefix_caches_are_reset_together_or_alone(server: FakeServer) -> None:
     assert (server.one.engine.resets, server.two.engine.resets) == (1, 2)
 
 
+def test_profiles_are_of_one_model_and_off_without_a_directory(server: FakeServer) -> None:
+    for path in ("/start_profile", "/stop_profile?model=two"):
+        answer = server.call("POST", path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "profiling_disabled")
+    assert (server.one.loads, server.two.loads) == (0, 0)
+    on = FakeServer(profile_dir="/srv/profiles")
+    assert on.call("POST", "/start_profile?model=two&num_steps=7").json()["num_steps"] == 7
+    assert (on.one.engine.profiled_steps, on.two.engine.profiled_steps) == (0, 7)
+    assert on.call("POST", "/stop_profile?model=one").status_code == 409
+    assert on.call("POST", "/stop_profile?model=two").json()["steps"] == {"decode": 7}
+    on.close()
+
+
 def test_metrics_of_all_models_are_one_page_in_the_exposition_format(server: FakeServer) -> None:
     server.two.load_seconds = 0.3
     for name in ("two", "one"):

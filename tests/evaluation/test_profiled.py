@@ -1,0 +1,46 @@
+"""Profiles of an artifact in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from optkit.errors import UserError
+from optkit.evaluation.profiled import profile
+from optkit.kernels.cpu import native
+from optkit.machine import target as targets
+from tests.fuzz.seeds import write_seeds
+from tests.support.target import TARGET
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def not_measured() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(targets, "detect", lambda refresh=False: TARGET)
+        yield
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("artifacts")
+    write_seeds(directory, ["llama-int8-kv"])
+    return directory / "llama-int8-kv"
+
+
+def test_profile_has_both_phases_at_the_lengths_asked_for(artifact: Path) -> None:
+    report = profile(artifact, prompt_tokens=20, context=30, steps=2)
+    prefill, decode = report.phases
+    assert prefill.label == "prefill of 20 tokens"
+    assert decode.label in ("decode of 1 sequence at 31 tokens", "decode of 1 sequence at 32 tokens")
+    assert len(prefill.all_seconds) == len(decode.all_seconds) == 2
+    assert prefill.accounted > 0.5 and prefill.rows[0].lost > 0
+
+
+@pytest.mark.parametrize("name", ["prompt_tokens", "context"])
+def test_lengths_beyond_the_model_are_refused(artifact: Path, name: str) -> None:
+    with pytest.raises(UserError, match=f"--{name.replace('_', '-')}"):
+        profile(artifact, **{"prompt_tokens": 20, "context": 20, name: 9000})
