@@ -124,7 +124,7 @@ PACKAGES = (
         "calibration",
         "artifact",
     ),
-    *("runtime", "capture", "evaluation", "passes", "pipeline", "serve", "bench", "api", "cli"),
+    *("runtime", "capture", "evaluation", "passes", "pipeline", "serve", "bench", "tune", "api", "cli"),
 )
 
 

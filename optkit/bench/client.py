@@ -32,10 +32,13 @@ TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
 
 def run_workload(
-    url: str, model: str, workload: RequestSchedule, api_key: str | None = None
+    url: str, model: str, workload: RequestSchedule, api_key: str | None = None, limit: float | None = None
 ) -> list[RequestRecord]:
-    """Send all of ``workload`` to ``url`` (``http://host:port``). Return a record per request, in order."""
-    return blocking(_run(url, model, workload, api_key))
+    """Send all of ``workload`` to ``url`` (``http://host:port``). Return a record per request, in order.
+
+    ``limit``: seconds from the start after which unfinished requests are cut off and fail; None waits for all.
+    """
+    return blocking(_run(url, model, workload, api_key, limit))
 
 
 def blocking(work: Coroutine[Any, Any, Result]) -> Result:
@@ -48,7 +51,9 @@ def blocking(work: Coroutine[Any, Any, Result]) -> Result:
         return thread.submit(asyncio.run, work).result()
 
 
-async def _run(url: str, model: str, workload: RequestSchedule, api_key: str | None) -> list[RequestRecord]:
+async def _run(
+    url: str, model: str, workload: RequestSchedule, api_key: str | None, seconds: float | None
+) -> list[RequestRecord]:
     limit = workload.config.max_concurrency or len(workload.requests)
     slots = asyncio.Semaphore(limit)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -58,7 +63,21 @@ async def _run(url: str, model: str, workload: RequestSchedule, api_key: str | N
     ) as http:
         start = clock()
         tasks = [_paced(http, model, request, start, slots) for request in workload.requests]
+        if seconds is not None:
+            pairs = zip(tasks, workload.requests, strict=True)
+            tasks = [_within(task, start + seconds, request, start) for task, request in pairs]
         return list(await asyncio.gather(*tasks))
+
+
+async def _within(
+    task: Coroutine[Any, Any, RequestRecord], end: float, request: BenchRequest, start: float
+) -> RequestRecord:
+    """The record of ``task``; a failure where the task has not ended at the time ``end``."""
+    due = start + request.arrival
+    try:
+        return await asyncio.wait_for(task, max(end - clock(), 0.0))
+    except TimeoutError:
+        return RequestRecord(request.index, due, scheduled=due, error="cut off at the end of the time")
 
 
 async def _paced(

@@ -27,6 +27,7 @@ COMMANDS = {
     "optimize": "optkit.cli.optimize:optimize",
     "serve": "optkit.cli.serve:serve",
     "bench": "optkit.cli.bench:bench",
+    "tune": "optkit.cli.tune:tune",
     "inspect": "optkit.cli.inspect:inspect",
     "rebuild": "optkit.cli.rebuild:rebuild",
     "verify": "optkit.cli.verify:verify",

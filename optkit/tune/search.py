@@ -1,0 +1,442 @@
+"""The search: which recipes are built, which settings simulated, raced and confirmed, within a budget of time.
+
+1. **Candidates.** Each recipe is built (once; results are cached by content) and calibrated. A recipe whose quality
+   interval crosses its bound is out.
+2. **Simulation** of the serve options of each candidate (``settings.grid``), as many as fit the budget.
+3. **Race** of the best few with the default: interleaved rounds, the same prompts and arrivals for all. A setting is
+   dropped when the interval of its paired log-ratio to the best lies above 1.
+4. **Default preferred.** The winner must beat the default, and then each changed option must earn its place: without
+   it, the setting must be slower, by an interval that excludes no change.
+5. **Confirmation** on fresh prompts in ``ORDERS`` orders of arrival, with the number of requests that the percentile
+   needs. The worst order is the claim.
+
+Each trial is in the journal. Decisions follow from trials alone, and never from the clock, except where the budget
+ends a phase; the end of a phase is a trial too, so a resumed run decides the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from optkit.bench.records import RequestRecord
+from optkit.bench.slo import Slo
+from optkit.bench.workload import RequestSchedule
+from optkit.errors import UserError
+from optkit.tune import goal
+from optkit.tune.calibration import Calibration
+from optkit.tune.intervals import Ratio, least_requests, paired_ratio
+from optkit.tune.journal import Journal, Trial
+from optkit.tune.lab import TAIL, Lab, Shape
+from optkit.tune.serving import Servers
+from optkit.tune.settings import Setting, gains_by_guesses, grid, speculating
+from optkit.tune.simulator import Simulation, simulate, simulate_rate
+
+BUILD_SHARE, SIMULATION_SHARE, RACE_SHARE = (
+    0.45,
+    0.15,
+    0.6,
+)  # of the budget; of what is left before confirming
+RACERS = 4  # beside the default
+MOST_OF_ONE = 2  # racers of a recipe
+LEAST_ROUNDS, MOST_ROUNDS = 3, 6
+ROUND_SECONDS = 12.0
+ROUND_REQUESTS = (8, 40)
+SIMULATED_REQUESTS = 60
+NEAR = 1.02  # costs that a simulation can't tell apart
+ORDERS = 3
+MISSES = 2  # most misses of an order of the confirmation
+LIMIT_FACTOR = 2.0  # of a run's arrivals, until unfinished requests are cut off
+START_SECONDS = 15.0  # assumed for a server
+SEED_RACE, SEED_CONFIRM, SEED_SIMULATE = (
+    1000,
+    2000,
+    3000,
+)  # apart from each other: fresh prompts for each purpose
+
+
+@dataclass
+class Outcome:
+    """The end of a search.
+
+    Attributes:
+        held: the objective is shown by the confirmation.
+        setting: that holds it, or the best one; None where no candidate could be served.
+        default: the setting that everything is compared with.
+        claim: values of the worst order of the confirmation.
+        orders: the trials of the confirmation, by order.
+        effects: of each changed knob against the recipe's value, measured.
+        against_default: cost of ``setting`` over the default's, measured; None where it is the default.
+        reasons: why the objective is not shown.
+        advice: what binds and which single change would help most, where it is not held.
+        notes: ends of phases by the budget, and settings that could not be tried.
+    """
+
+    held: bool = False
+    setting: Setting | None = None
+    default: Setting | None = None
+    claim: str = ""
+    orders: list[dict[str, Any]] = field(default_factory=list)
+    effects: dict[str, Ratio] = field(default_factory=dict)
+    against_default: Ratio | None = None
+    reasons: list[str] = field(default_factory=list)
+    advice: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+class Search:
+    """One tuning.
+
+    Args:
+        names: recipes, the default first.
+        budget: seconds, trials of an interrupted run included.
+    """
+
+    def __init__(
+        self,
+        lab: Lab,
+        journal: Journal,
+        slo: Slo,
+        shape: Shape,
+        names: Sequence[str],
+        budget: float,
+        seed: int = 0,
+        progress: Callable[[str], None] = lambda _line: None,
+    ) -> None:
+        self.lab, self.journal, self.slo, self.shape = lab, journal, slo, shape
+        self.names, self.budget, self.seed, self.progress = list(names), budget, seed, progress
+        self.outcome = Outcome()
+        self.calibrations: dict[str, Calibration] = {}
+        self.simulated: dict[Setting, dict[str, Any]] = {}
+
+    # -- time -----------------------------------------------------------------------------------------
+
+    @property
+    def left(self) -> float:
+        """Seconds of the budget that are left."""
+        return self.budget - self.journal.elapsed
+
+    def confirm_seconds(self) -> float:
+        """Seconds that a confirmation takes, with a miss in each order."""
+        count = least_requests(1, goal.needed_share(self.slo))
+        return START_SECONDS + ORDERS * (self.shape.duration(count) or ROUND_SECONDS * 2)
+
+    def is_time(self, key: str, seconds: float) -> bool:
+        """True if ``seconds`` are left before the confirmation; the answer is recorded, for a resumed run."""
+        return bool(self.journal.trial(f"time {key}", lambda: self.left >= seconds).result)
+
+    # -- phases ---------------------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        """Search, and give the outcome."""
+        self._candidates()
+        if not self.calibrations:
+            self.outcome.reasons.append("no recipe could be built and served")
+            return self.outcome
+        self._simulate()
+        default = Setting(next(name for name in self.names if name in self.calibrations))
+        self.outcome.default = default
+        racers = self._racers(default)
+        costs = self._race("race", racers, default)
+        if not costs:
+            self.outcome.reasons.append("no setting finished a round of the race")
+            self._advise(default)
+            return self.outcome
+        best = self._chosen(costs, default)
+        for setting in dict.fromkeys([best, *self._runners_up(costs, default)]):
+            if self._confirm(setting):
+                break
+            if not self.is_time(f"confirm another than {setting.key}", self.confirm_seconds()):
+                self.outcome.notes.append("the budget ended before another setting could be confirmed")
+                break
+        assert self.outcome.setting is not None
+        if self.outcome.setting != default:
+            self.outcome.against_default = self._ratio(costs, self.outcome.setting, default)
+        if not self.outcome.held:
+            self._advise(self.outcome.setting)
+        return self.outcome
+
+    def _candidates(self) -> None:
+        """Build and calibrate each recipe."""
+        longest = 0.0
+        for name in self.names:
+            share = BUILD_SHARE * self.budget - (self.budget - self.left)
+            timeout = share if self.calibrations else max(share, self.left - self.confirm_seconds())
+            if not self.is_time(f"build {name}", self.budget - BUILD_SHARE * self.budget + longest / 2):
+                self.outcome.notes.append(f"recipe {name}: no time in the budget")
+                continue
+            self.progress(f"building {name}")
+            built = self.journal.trial(f"build {name}", lambda n=name, t=timeout: self.lab.build(n, t))
+            longest = max(longest, built.seconds)
+            if built.result is None:
+                self.outcome.notes.append(f"recipe {name}: {built.reason}")
+                continue
+            self.progress(f"calibrating {name}")
+            found = self.journal.trial(f"calibrate {name}", lambda n=name: self.lab.calibrate(n))
+            if found.result is None:
+                self.outcome.notes.append(f"recipe {name}: {found.reason}")
+                continue
+            self.calibrations[name] = Calibration.from_dict(found.result)
+
+    def simulation(self, setting: Setting, requests: RequestSchedule) -> Simulation:
+        """The simulated run of ``setting``.
+
+        Raises:
+            UserError: the options contradict each other or the model.
+        """
+        known = self.calibrations[setting.recipe]
+        config = self.lab.scheduler_config(setting)
+        load, prompts = self.shape.load, requests.requests
+        if load.rate is None:
+            return simulate(config, known.costs, prompts, clients=load.clients, overheads=known.overheads)
+        return simulate_rate(config, known.costs, prompts, load.rate, known.overheads)
+
+    def _simulate(self) -> None:
+        """Simulate the settings of each candidate, those with few changes first, as long as there is time."""
+        requests = self.lab.requests(SIMULATED_REQUESTS, self.seed + SEED_SIMULATE)
+        share = SIMULATION_SHARE * self.budget / len(self.calibrations)
+        for name in self.calibrations:
+            self.progress(f"simulating settings of {name}")
+            found = self.journal.trial(f"simulate {name}", lambda n=name: self._grid(n, requests, share))
+            for row in found.result or []:
+                self.simulated[Setting.from_dict(row)] = row
+
+    def _grid(self, name: str, requests: RequestSchedule, seconds: float) -> list[dict[str, Any]]:
+        end, rows = self.journal.clock() + seconds, []
+        for setting in grid(name, self.lab.recipe(name), self.slo):
+            if rows and self.journal.clock() > end:
+                break
+            rows.append(setting.to_dict() | self._simulated(setting, requests))
+            if len(rows) % 20 == 0:
+                self.progress(f"simulating settings of {name}: {len(rows)}")
+        return rows
+
+    def _simulated(self, setting: Setting, requests: RequestSchedule) -> dict[str, Any]:
+        try:
+            found = self.simulation(setting, requests)
+        except UserError as error:
+            return {"cost": math.inf, "known": True, "reason": str(error)}
+        return {
+            "cost": goal.cost(self.slo, found.records),
+            "values": goal.describe(self.slo, found.records),
+            "known": found.known,
+            "load": found.load,
+            "waiting": found.waiting,
+            "num_preemptions": found.num_preemptions,
+            "reason": "",
+        }
+
+    def _racers(self, default: Setting) -> list[Setting]:
+        """The default, and the settings that simulate best; among equals those with fewer changes."""
+        ranked = sorted(
+            (s for s, row in self.simulated.items() if math.isfinite(row["cost"])),
+            key=lambda s: (not self.simulated[s]["known"], self.simulated[s]["cost"]),
+        )
+        picked: list[Setting] = []
+        for name in dict.fromkeys(s.recipe for s in ranked):
+            mine = [s for s in ranked if s.recipe == name]
+            least = self.simulated[mine[0]]["cost"]
+            near = [s for s in mine if self.simulated[s]["cost"] <= NEAR * least]
+            first = min(near, key=lambda s: (len(s.knobs), self.simulated[s]["cost"]))
+            others = [s for s in mine if s != first and len(s.knobs) <= max(len(first.knobs), 1)]
+            picked += [first, *others][:MOST_OF_ONE]
+        picked.sort(key=lambda s: (not self.simulated[s]["known"], self.simulated[s]["cost"]))
+        if picked and gains_by_guesses(self.slo):
+            picked.insert(1, speculating(picked[0]))
+        return list(dict.fromkeys([default, *(s for s in picked if s != default)][: RACERS + 1]))
+
+    def _round_requests(self, racers: int) -> int:
+        """Requests of a setting in a round: about ``ROUND_SECONDS``, and few enough for all rounds."""
+        low, high = ROUND_REQUESTS
+        rate = self.shape.load.rate or 1.0
+        seconds = max(self.left - self.confirm_seconds(), 0.0) * RACE_SHARE / (2 * LEAST_ROUNDS * racers)
+        return int(min(max(min(ROUND_SECONDS, seconds) * rate, low), high))
+
+    def _race(self, name: str, racers: Sequence[Setting], reference: Setting) -> dict[Setting, list[float]]:
+        """The costs of each racer by round; a dropped racer has fewer rounds. Empty where none could be tried."""
+        count = self.journal.trial(f"{name} requests", lambda: self._round_requests(len(racers))).result
+        rows: dict[Setting, list[float]] = {setting: [] for setting in racers}
+        alive = list(racers)
+        with Servers(self.lab, racers) as servers:
+            for number in range(MOST_ROUNDS):
+                need = len(alive) * self._longest(count)
+                if not self.is_time(f"{name} round {number}", need * 0.7 + self.confirm_seconds()):
+                    self.outcome.notes.append(f"{name}: {number} rounds, then the time for confirming began")
+                    break
+                schedule = self.lab.requests(count, self.seed + SEED_RACE + number)
+                for setting in list(alive):
+                    self.progress(f"{name}, round {number + 1}: {setting.key}")
+                    trial = self._measured(f"{name} round {number} {setting.key}", servers, setting, schedule)
+                    if trial.result is None:
+                        self.outcome.notes.append(f"{setting.key}: {trial.reason}")
+                        alive.remove(setting)
+                        continue
+                    rows[setting].append(_number(trial.result["cost"]))
+                alive = self._still_racing(rows, alive, reference, number)
+                if len(alive) < 2 and number + 1 >= LEAST_ROUNDS:
+                    break
+        return {setting: costs for setting, costs in rows.items() if costs}
+
+    def _longest(self, count: int) -> float:
+        """Seconds after which a run of ``count`` requests is cut off."""
+        return LIMIT_FACTOR * (self.shape.duration(count) or 2 * ROUND_SECONDS) + TAIL
+
+    def _measured(self, key: str, servers: Servers, setting: Setting, schedule: RequestSchedule) -> Trial:
+        """The trial ``key``: a run of ``setting``, with the cost and the record of each request."""
+
+        def work() -> dict[str, Any]:
+            limit = min(self._longest(len(schedule.requests)), max(self.left, TAIL))
+            records = servers.run(setting, schedule, limit)
+            return {
+                "cost": goal.cost(self.slo, records),
+                "values": goal.describe(self.slo, records),
+                "requests": len(records),
+                "failed": [record.error for record in records if not record.ok][:3],
+                "records": [record.to_dict() for record in records],
+            }
+
+        return self.journal.trial(key, work)
+
+    def _still_racing(
+        self, rows: dict[Setting, list[float]], alive: list[Setting], reference: Setting, number: int
+    ) -> list[Setting]:
+        """``alive`` without the settings that are slower than the best; the reference stays for comparisons."""
+        whole = [s for s in alive if len(rows[s]) == number + 1]
+        if number + 1 < LEAST_ROUNDS or len(whole) < 2:
+            return whole
+        best = min(whole, key=lambda s: _level(rows[s]))
+        return [s for s in whole if s in (best, reference) or not paired_ratio(rows[s], rows[best]).is_more]
+
+    def _chosen(self, costs: dict[Setting, list[float]], default: Setting) -> Setting:
+        """The best setting that is shown to be better than the default, without options that earn nothing."""
+        best = self._best(costs)
+        ratio = self._ratio(costs, best, default)
+        if best == default or ratio is None or not ratio.is_less:
+            return default if default in costs else best
+        if len(best.knobs) + (best.recipe != default.recipe) < 2:
+            self.outcome.effects |= {group[0]: ratio for group in best.knobs}
+            return best
+        variants = {group: best.without(group) for group in best.knobs}
+        needed = {group: v for group, v in variants.items() if not self._is_simulated_equal(best, v)}
+        kept = best
+        for group in variants.keys() - needed.keys():
+            kept = kept.without(group)
+        if not needed:
+            return kept
+        if not self.is_time("ablation", self.confirm_seconds() + self.confirm_seconds() / 2):
+            self.outcome.notes.append(
+                "no time to measure each option alone: all went back to the recipe's value"
+            )
+            return Setting(best.recipe)
+        rows = self._race("ablation", [best, *needed.values()], best)
+        for group, variant in needed.items():
+            effect = self._ratio(rows, best, variant)
+            if effect is not None and effect.is_less:
+                self.outcome.effects[group[0]] = effect
+            else:
+                kept = kept.without(group)
+        return kept
+
+    def _is_simulated_equal(self, best: Setting, variant: Setting) -> bool:
+        """True if the simulation sees no difference between two settings."""
+        rows = [self.simulated.get(setting) for setting in (best, variant)]
+        if any(row is None or not row["known"] for row in rows):
+            return False
+        a, b = (_number(row["cost"]) for row in rows if row is not None)
+        return b <= a * (1 + (NEAR - 1) / 2)
+
+    def _best(self, costs: dict[Setting, list[float]]) -> Setting:
+        most = max(len(rounds) for rounds in costs.values())
+        return min((s for s, rounds in costs.items() if len(rounds) == most), key=lambda s: _level(costs[s]))
+
+    def _ratio(self, costs: dict[Setting, list[float]], over: Setting, under: Setting) -> Ratio | None:
+        """Cost of ``over`` over ``under`` in the rounds that both ran; None without any."""
+        count = min(len(costs.get(over, [])), len(costs.get(under, [])))
+        return paired_ratio(costs[over][:count], costs[under][:count]) if count else None
+
+    def _runners_up(self, costs: dict[Setting, list[float]], default: Setting) -> list[Setting]:
+        """Other settings for a confirmation, the best first: those that held the objective in the race."""
+        able = [s for s, rounds in costs.items() if _level(rounds) <= 1 and s != default]
+        return sorted(able, key=lambda s: _level(costs[s]))
+
+    # -- confirmation -----------------------------------------------------------------------------------
+
+    def _confirm(self, setting: Setting) -> bool:
+        """True if fresh requests show the objective in every order of arrival."""
+        share = goal.needed_share(self.slo)
+        counts = [least_requests(misses, share) for misses in range(MISSES + 1)]
+        orders: list[dict[str, Any]] = []
+        with Servers(self.lab, [setting]) as servers:
+            for order in range(ORDERS):
+                self.progress(f"confirming {setting.key}: order {order + 1} of {ORDERS}")
+                orders.append(self._order(order, servers, setting, counts, share))
+                if orders[-1]["missing"]:
+                    break
+        held = len(orders) == ORDERS and not any(order["missing"] for order in orders)
+        worst = max(orders, key=lambda order: _number(order["cost"]))
+        if held or self.outcome.setting is None or worst["cost"] < self._claimed():
+            self.outcome.setting, self.outcome.orders = setting, orders
+            self.outcome.claim = worst["values"]
+            self.outcome.reasons = [f"order {o['order']}: {line}" for o in orders for line in o["missing"]]
+            self.outcome.held = held
+        return held
+
+    def _order(
+        self, order: int, servers: Servers, setting: Setting, counts: Sequence[int], share: float
+    ) -> dict[str, Any]:
+        """Runs of one order of arrivals: more requests while misses could still be too few to matter."""
+        records: list[RequestRecord] = []
+        missing: list[str] = []
+        for part, count in enumerate(counts):
+            fresh, key = count - len(records), f"confirm {order} part {part} {setting.key}"
+            if not self.is_time(key, 0.7 * (self.shape.duration(fresh) or ROUND_SECONDS)):
+                missing = ["the budget ended"]
+                break
+            schedule = self.lab.requests(fresh, self.seed + SEED_CONFIRM + 10 * order + part)
+            trial = self._measured(key, servers, setting, schedule)
+            if trial.result is None:
+                missing = [trial.reason]
+                break
+            records += [RequestRecord.from_dict(record) for record in trial.result["records"]]
+            missing = goal.is_held(self.slo, records)
+            if not missing or self._is_hopeless(records, counts[-1], share):
+                break
+        values = goal.describe(self.slo, records) if records else ""
+        cost = goal.cost(self.slo, records)
+        return {
+            "order": order + 1,
+            "requests": len(records),
+            "cost": cost,
+            "values": values,
+            "missing": missing,
+        }
+
+    def _claimed(self) -> float:
+        return max((_number(order["cost"]) for order in self.outcome.orders), default=math.inf)
+
+    def _is_hopeless(self, records: Sequence[RequestRecord], most: int, share: float) -> bool:
+        """True if so many requests miss the objective that ``most`` requests could not show it any more."""
+        misses = sum(goal.request_cost(self.slo, record) > 1 for record in records)
+        return least_requests(misses, share) > most
+
+    # -- where nothing holds ------------------------------------------------------------------------------
+
+    def _advise(self, setting: Setting) -> None:
+        from optkit.tune.advice import advice
+
+        requests = self.lab.requests(SIMULATED_REQUESTS, self.seed + SEED_SIMULATE)
+        found = self.journal.trial("advice", lambda: advice(self, setting, requests))
+        self.outcome.advice = found.result or [found.reason]
+
+
+def _level(costs: Sequence[float]) -> float:
+    """The geometric mean of the costs of some rounds."""
+    if any(math.isinf(cost) for cost in costs):
+        return math.inf
+    return math.exp(sum(math.log(max(cost, 1e-12)) for cost in costs) / len(costs))
+
+
+def _number(value: Any) -> float:
+    return math.inf if value is None else float(value)
