@@ -87,8 +87,9 @@ def cost(slo: Slo, records: Sequence[RequestRecord]) -> float:
 
 def request_cost(slo: Slo, record: RequestRecord) -> float:
     """The largest multiple of a bound over the terms of one request."""
-    found = [sample / term.value for term in slo.terms for sample in samples(term, record)]
-    return max(found, default=math.inf)
+    terms = [term for term in slo.terms if term.metric not in RATES]
+    found = [excess(term, sample) for term in terms for sample in samples(term, record)]
+    return max(found, default=0.0 if record.ok else math.inf)
 
 
 def is_within(term: Term, record: RequestRecord) -> bool:
@@ -131,9 +132,9 @@ def _not_shown(what: str, misses: int, requests: int) -> str:
 
 
 def needed_share(slo: Slo) -> float:
-    """The largest share of requests that the objective speaks of: 0.95 for a p95; 0.5 for means and rates."""
+    """The largest share of requests that the objective speaks of: 0.95 for a p95, a mean and a rate."""
     shares = [term.percentile / 100 for term in slo.terms if term.percentile is not None]
-    return slo.share if slo.share is not None else max(shares, default=0.5)
+    return slo.share if slo.share is not None else max(shares, default=0.95)
 
 
 def describe(slo: Slo, records: Sequence[RequestRecord]) -> str:

@@ -1,7 +1,7 @@
 """The files of a tuning: a recipe that a person can read, the artifact with this recipe, and the log of all trials.
 
-``recipe.yaml`` has the evidence as comments: what the objective is, what the confirmation measured, and beside each
-option that moved the measured effect with its interval. Numbers are those of the confirmation, never of the search.
+``recipe.yaml`` has the evidence as comments: the objective, the values that the confirmation measured, and above the
+section of each option that moved the effect that the race measured, with its interval.
 ``trials.json`` has every trial, failed ones with the reason; ``report.md`` is the same for people.
 """
 
@@ -55,14 +55,11 @@ def recipe_text(recipe: Recipe, outcome: Outcome, slo: Slo, shape: Shape) -> str
     assert setting is not None
     tuned = tuned_recipe(recipe, setting, slo)
     lines = ["# Made by optkit tune.", *(f"# {line}" for line in evidence(outcome, slo, shape)), ""]
-    section = ""
     notes = option_notes(recipe, outcome)
     for line in tuned.to_yaml().splitlines():
-        key, colon, _ = line.strip().partition(":")
-        if colon and not line.startswith(" "):
-            section = key
-        path = f"{section}.{key}" if line.startswith("  ") and not line.startswith("   ") else key
-        lines.append(f"{line}  # {notes[path]}" if colon and path in notes else line)
+        section = line.partition(":")[0]
+        lines += [f"# {path}: {note}" for path, note in notes.items() if path.partition(".")[0] == section]
+        lines.append(line)
     text = "\n".join(lines) + "\n"
     if parse_recipe(text) != tuned:
         raise AssertionError("the tuned recipe does not read back")
@@ -92,7 +89,7 @@ def evidence(outcome: Outcome, slo: Slo, shape: Shape) -> list[str]:
 
 
 def option_notes(recipe: Recipe, outcome: Outcome) -> dict[str, str]:
-    """A comment for each option that moved, by the recipe's key."""
+    """A comment for each option that moved, by the recipe's key, for the line above its section."""
     assert outcome.setting is not None
     known, found = recipe_values(recipe), {}
     for group in outcome.setting.knobs:
@@ -101,7 +98,8 @@ def option_notes(recipe: Recipe, outcome: Outcome) -> dict[str, str]:
             if name in dict(outcome.setting.options):
                 was = known[name]
                 measured = f"; cost {effect} of that without the change" if effect else ""
-                found[fact(name, "recipe")] = f"was {'null' if was is None else was}{measured}"
+                value = dict(outcome.setting.options)[name]
+                found[fact(name, "recipe")] = f"{value}, was {'null' if was is None else was}{measured}"
     return found
 
 

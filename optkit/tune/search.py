@@ -21,12 +21,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from optkit.bench.records import RequestRecord
 from optkit.bench.slo import Slo
 from optkit.bench.workload import RequestSchedule
 from optkit.errors import UserError
 from optkit.tune import goal
 from optkit.tune.calibration import Calibration
+from optkit.tune.confirmation import ORDERS, confirm
 from optkit.tune.intervals import Ratio, least_requests, paired_ratio
 from optkit.tune.journal import Journal, Trial
 from optkit.tune.lab import TAIL, Lab, Shape
@@ -46,10 +46,11 @@ ROUND_SECONDS = 12.0
 ROUND_REQUESTS = (8, 40)
 SIMULATED_REQUESTS = 60
 NEAR = 1.02  # costs that a simulation can't tell apart
-ORDERS = 3
-MISSES = 2  # most misses of an order of the confirmation
+DIFFERENT = 0.005  # relative difference of costs, from which a setting does something
+HOPELESS = 2.0  # times the best simulated cost: not raced
 LIMIT_FACTOR = 2.0  # of a run's arrivals, until unfinished requests are cut off
 START_SECONDS = 15.0  # assumed for a server
+ASSUMED_PACE = 0.5  # seconds, until the simulation knows more
 SEED_RACE, SEED_CONFIRM, SEED_SIMULATE = (
     1000,
     2000,
@@ -110,6 +111,7 @@ class Search:
         self.outcome = Outcome()
         self.calibrations: dict[str, Calibration] = {}
         self.simulated: dict[Setting, dict[str, Any]] = {}
+        self.pace = ASSUMED_PACE  # seconds between two requests of clients without pauses
 
     # -- time -----------------------------------------------------------------------------------------
 
@@ -121,7 +123,15 @@ class Search:
     def confirm_seconds(self) -> float:
         """Seconds that a confirmation takes, with a miss in each order."""
         count = least_requests(1, goal.needed_share(self.slo))
-        return START_SECONDS + ORDERS * (self.shape.duration(count) or ROUND_SECONDS * 2)
+        return START_SECONDS + ORDERS * self.duration(count)
+
+    def duration(self, count: int) -> float:
+        """Seconds of a run of ``count`` requests that keeps up with the load."""
+        return self.shape.duration(count) or count * self.pace
+
+    def longest(self, count: int) -> float:
+        """Seconds after which a run of ``count`` requests is cut off."""
+        return LIMIT_FACTOR * self.duration(count) + TAIL
 
     def is_time(self, key: str, seconds: float) -> bool:
         """True if ``seconds`` are left before the confirmation; the answer is recorded, for a resumed run."""
@@ -140,13 +150,9 @@ class Search:
         self.outcome.default = default
         racers = self._racers(default)
         costs = self._race("race", racers, default)
-        if not costs:
-            self.outcome.reasons.append("no setting finished a round of the race")
-            self._advise(default)
-            return self.outcome
-        best = self._chosen(costs, default)
+        best = self._chosen(costs, default) if costs else self._unraced(racers, default)
         for setting in dict.fromkeys([best, *self._runners_up(costs, default)]):
-            if self._confirm(setting):
+            if confirm(self, setting):
                 break
             if not self.is_time(f"confirm another than {setting.key}", self.confirm_seconds()):
                 self.outcome.notes.append("the budget ended before another setting could be confirmed")
@@ -202,6 +208,10 @@ class Search:
             found = self.journal.trial(f"simulate {name}", lambda n=name: self._grid(n, requests, share))
             for row in found.result or []:
                 self.simulated[Setting.from_dict(row)] = row
+        plain = [self.simulated[s] for s in map(Setting, self.calibrations) if s in self.simulated]
+        self.pace = max(
+            (row["seconds"] / SIMULATED_REQUESTS for row in plain if not row["reason"]), default=self.pace
+        )
 
     def _grid(self, name: str, requests: RequestSchedule, seconds: float) -> list[dict[str, Any]]:
         end, rows = self.journal.clock() + seconds, []
@@ -223,6 +233,7 @@ class Search:
             "values": goal.describe(self.slo, found.records),
             "known": found.known,
             "load": found.load,
+            "seconds": found.seconds,
             "waiting": found.waiting,
             "num_preemptions": found.num_preemptions,
             "reason": "",
@@ -235,12 +246,15 @@ class Search:
             key=lambda s: (not self.simulated[s]["known"], self.simulated[s]["cost"]),
         )
         picked: list[Setting] = []
+        costs = {s: self.simulated[s]["cost"] for s in ranked}
         for name in dict.fromkeys(s.recipe for s in ranked):
             mine = [s for s in ranked if s.recipe == name]
-            least = self.simulated[mine[0]]["cost"]
-            near = [s for s in mine if self.simulated[s]["cost"] <= NEAR * least]
-            first = min(near, key=lambda s: (len(s.knobs), self.simulated[s]["cost"]))
-            others = [s for s in mine if s != first and len(s.knobs) <= max(len(first.knobs), 1)]
+            least = min(costs[s] for s in mine)
+            if least > HOPELESS * min(costs.values()):
+                continue
+            near = [s for s in mine if costs[s] <= NEAR * least]
+            first = min(near, key=lambda s: (len(s.knobs), costs[s]))
+            others = [s for s in mine if abs(costs[s] / costs[first] - 1) > DIFFERENT]
             picked += [first, *others][:MOST_OF_ONE]
         picked.sort(key=lambda s: (not self.simulated[s]["known"], self.simulated[s]["cost"]))
         if picked and gains_by_guesses(self.slo):
@@ -250,7 +264,7 @@ class Search:
     def _round_requests(self, racers: int) -> int:
         """Requests of a setting in a round: about ``ROUND_SECONDS``, and few enough for all rounds."""
         low, high = ROUND_REQUESTS
-        rate = self.shape.load.rate or 1.0
+        rate = self.shape.load.rate or 1 / self.pace
         seconds = max(self.left - self.confirm_seconds(), 0.0) * RACE_SHARE / (2 * LEAST_ROUNDS * racers)
         return int(min(max(min(ROUND_SECONDS, seconds) * rate, low), high))
 
@@ -261,14 +275,14 @@ class Search:
         alive = list(racers)
         with Servers(self.lab, racers) as servers:
             for number in range(MOST_ROUNDS):
-                need = len(alive) * self._longest(count)
+                need = len(alive) * self.longest(count)
                 if not self.is_time(f"{name} round {number}", need * 0.7 + self.confirm_seconds()):
                     self.outcome.notes.append(f"{name}: {number} rounds, then the time for confirming began")
                     break
                 schedule = self.lab.requests(count, self.seed + SEED_RACE + number)
                 for setting in list(alive):
                     self.progress(f"{name}, round {number + 1}: {setting.key}")
-                    trial = self._measured(f"{name} round {number} {setting.key}", servers, setting, schedule)
+                    trial = self.measured(f"{name} round {number} {setting.key}", servers, setting, schedule)
                     if trial.result is None:
                         self.outcome.notes.append(f"{setting.key}: {trial.reason}")
                         alive.remove(setting)
@@ -279,15 +293,11 @@ class Search:
                     break
         return {setting: costs for setting, costs in rows.items() if costs}
 
-    def _longest(self, count: int) -> float:
-        """Seconds after which a run of ``count`` requests is cut off."""
-        return LIMIT_FACTOR * (self.shape.duration(count) or 2 * ROUND_SECONDS) + TAIL
-
-    def _measured(self, key: str, servers: Servers, setting: Setting, schedule: RequestSchedule) -> Trial:
+    def measured(self, key: str, servers: Servers, setting: Setting, schedule: RequestSchedule) -> Trial:
         """The trial ``key``: a run of ``setting``, with the cost and the record of each request."""
 
         def work() -> dict[str, Any]:
-            limit = min(self._longest(len(schedule.requests)), max(self.left, TAIL))
+            limit = min(self.longest(len(schedule.requests)), max(self.left, TAIL))
             records = servers.run(setting, schedule, limit)
             return {
                 "cost": goal.cost(self.slo, records),
@@ -347,6 +357,13 @@ class Search:
         a, b = (_number(row["cost"]) for row in rows if row is not None)
         return b <= a * (1 + (NEAR - 1) / 2)
 
+    def _unraced(self, racers: Sequence[Setting], default: Setting) -> Setting:
+        """The setting to confirm without a race: the default, unless only another one holds in the simulation."""
+        self.outcome.notes.append("no round of a race was finished: only a confirmation can show anything")
+        rows = {s: self.simulated[s] for s in racers if s in self.simulated}
+        able = [s for s, row in rows.items() if row["known"] and _number(row["cost"]) <= 1]
+        return default if default in able or not able else min(able, key=lambda s: _number(rows[s]["cost"]))
+
     def _best(self, costs: dict[Setting, list[float]]) -> Setting:
         most = max(len(rounds) for rounds in costs.values())
         return min((s for s, rounds in costs.items() if len(rounds) == most), key=lambda s: _level(costs[s]))
@@ -360,66 +377,6 @@ class Search:
         """Other settings for a confirmation, the best first: those that held the objective in the race."""
         able = [s for s, rounds in costs.items() if _level(rounds) <= 1 and s != default]
         return sorted(able, key=lambda s: _level(costs[s]))
-
-    # -- confirmation -----------------------------------------------------------------------------------
-
-    def _confirm(self, setting: Setting) -> bool:
-        """True if fresh requests show the objective in every order of arrival."""
-        share = goal.needed_share(self.slo)
-        counts = [least_requests(misses, share) for misses in range(MISSES + 1)]
-        orders: list[dict[str, Any]] = []
-        with Servers(self.lab, [setting]) as servers:
-            for order in range(ORDERS):
-                self.progress(f"confirming {setting.key}: order {order + 1} of {ORDERS}")
-                orders.append(self._order(order, servers, setting, counts, share))
-                if orders[-1]["missing"]:
-                    break
-        held = len(orders) == ORDERS and not any(order["missing"] for order in orders)
-        worst = max(orders, key=lambda order: _number(order["cost"]))
-        if held or self.outcome.setting is None or worst["cost"] < self._claimed():
-            self.outcome.setting, self.outcome.orders = setting, orders
-            self.outcome.claim = worst["values"]
-            self.outcome.reasons = [f"order {o['order']}: {line}" for o in orders for line in o["missing"]]
-            self.outcome.held = held
-        return held
-
-    def _order(
-        self, order: int, servers: Servers, setting: Setting, counts: Sequence[int], share: float
-    ) -> dict[str, Any]:
-        """Runs of one order of arrivals: more requests while misses could still be too few to matter."""
-        records: list[RequestRecord] = []
-        missing: list[str] = []
-        for part, count in enumerate(counts):
-            fresh, key = count - len(records), f"confirm {order} part {part} {setting.key}"
-            if not self.is_time(key, 0.7 * (self.shape.duration(fresh) or ROUND_SECONDS)):
-                missing = ["the budget ended"]
-                break
-            schedule = self.lab.requests(fresh, self.seed + SEED_CONFIRM + 10 * order + part)
-            trial = self._measured(key, servers, setting, schedule)
-            if trial.result is None:
-                missing = [trial.reason]
-                break
-            records += [RequestRecord.from_dict(record) for record in trial.result["records"]]
-            missing = goal.is_held(self.slo, records)
-            if not missing or self._is_hopeless(records, counts[-1], share):
-                break
-        values = goal.describe(self.slo, records) if records else ""
-        cost = goal.cost(self.slo, records)
-        return {
-            "order": order + 1,
-            "requests": len(records),
-            "cost": cost,
-            "values": values,
-            "missing": missing,
-        }
-
-    def _claimed(self) -> float:
-        return max((_number(order["cost"]) for order in self.outcome.orders), default=math.inf)
-
-    def _is_hopeless(self, records: Sequence[RequestRecord], most: int, share: float) -> bool:
-        """True if so many requests miss the objective that ``most`` requests could not show it any more."""
-        misses = sum(goal.request_cost(self.slo, record) > 1 for record in records)
-        return least_requests(misses, share) > most
 
     # -- where nothing holds ------------------------------------------------------------------------------
 

@@ -65,7 +65,7 @@ class FakeLab:
         return Calibration(off, Overheads(request=0.01), 25.0).to_dict()
 
     def scheduler_config(self, setting: Setting) -> SchedulerConfig:
-        self.now += 6.0  # so that few settings fit the time of a test
+        self.now += 0.2  # so that few settings fit the time of a test
         options = engine_options(self.recipe(setting.recipe), dict(setting.options))
         return SchedulerConfig(
             **options.scheduling(),
@@ -125,4 +125,4 @@ def stretched(record: RequestRecord, factor: float) -> RequestRecord:
 
 
 def shape(rate: float | None = 2.0, clients: int | None = None, input_len: int = 512) -> Shape:
-    return Shape(input_len, 16, Load(rate=rate, clients=clients))
+    return Shape(input_len, 4, Load(rate=rate, clients=clients))

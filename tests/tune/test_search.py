@@ -21,6 +21,7 @@ BOTH = {"baseline": SLOW, "ttft-cpu": FAST}
 @pytest.fixture(autouse=True)
 def short_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("optkit.tune.search.SIMULATED_REQUESTS", 16)
+    monkeypatch.setattr("optkit.tune.search.SIMULATION_SHARE", 0.003)
 
 
 def search(
@@ -108,7 +109,7 @@ def test_a_setting_whose_server_does_not_start_is_out_with_the_reason(tmp_path: 
     assert found.setting is None or found.setting.key != "ttft-cpu"
 
 
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(st.integers(1, 20))
 def test_a_killed_search_resumes_to_the_same_end_without_repeating_a_trial(
     tmp_path_factory: pytest.TempPathFactory, kill_after: int
@@ -144,6 +145,6 @@ def test_the_journal_has_simulated_and_measured_values_of_each_setting(tmp_path:
     _, journal = search(lab, tmp_path / "j", "ttft_p95<700ms@0.5rps", ("ttft-cpu",))
     lines = [json.loads(line) for line in (tmp_path / "j").read_text().splitlines()][1:]
     rows = next(line["result"] for line in lines if line["key"] == "simulate ttft-cpu")
-    assert len(rows) > 10 and {"cost", "values", "known", "load"} <= rows[0].keys()
-    assert any("round 0" in line["key"] and line["result"]["records"] for line in lines)
+    assert len(rows) > 20 and {"cost", "values", "known", "load"} <= rows[0].keys()
+    assert any(line["result"]["records"] for line in lines if line["key"].startswith("race round 0"))
     assert len(journal.trials) == len(lines)
