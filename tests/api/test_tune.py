@@ -81,14 +81,14 @@ def lab(monkeypatch: pytest.MonkeyPatch) -> list[FakeLab]:
     monkeypatch.setattr("optkit.tune.lab.Machine", machine)
     monkeypatch.setattr("optkit.checkpoint.locate.resolve", lambda model: Source())
     monkeypatch.setattr("optkit.tune.search.SIMULATED_REQUESTS", 16)
-    monkeypatch.setattr("optkit.tune.search.SIMULATION_SHARE", 0.003)
+    monkeypatch.setattr("optkit.tune.search.SIMULATION_SHARE", 0.0003)
     return made
 
 
 def test_a_tuning_writes_its_files_and_a_second_call_repeats_nothing(
     tmp_path: Path, lab: list[FakeLab]
 ) -> None:
-    arguments = {"out": tmp_path, "recipes": ["baseline", "ttft-cpu"], "output_len": 8}
+    arguments = {"out": tmp_path, "recipes": ["baseline", "ttft-cpu"], "input_len": 64, "output_len": 4}
     report = optkit.tune("my-model", "ttft_p95<700ms@1rps", **arguments)
     assert report.ok and report.exit_code == 0 and report.recipe == "ttft-cpu"
     assert [file.name for file in report.files] == ["recipe.yaml", "report.md", "trials.json"]

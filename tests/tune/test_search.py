@@ -16,6 +16,7 @@ from optkit.tune.settings import Setting
 from tests.support.tuning_lab import FAST, SLOW, FakeLab, shape
 
 BOTH = {"baseline": SLOW, "ttft-cpu": FAST}
+KILLED = "ttft_p95<700ms@2rps"
 
 
 @pytest.fixture(autouse=True)
@@ -109,25 +110,35 @@ def test_a_setting_whose_server_does_not_start_is_out_with_the_reason(tmp_path: 
     assert found.setting is None or found.setting.key != "ttft-cpu"
 
 
-@settings(max_examples=6)
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, list[str]]:
+    """The end of a search that nothing interrupts, and the calls of its machine."""
+    lab = FakeLab(BOTH, shape(rate=2.0, input_len=64), noise=0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("optkit.tune.search.SIMULATED_REQUESTS", 16)
+        patch.setattr("optkit.tune.search.SIMULATION_SHARE", 0.003)
+        found, _ = search(lab, tmp_path_factory.mktemp("whole") / "j", KILLED, tuple(BOTH))
+    return found, lab.calls
+
+
+@settings(max_examples=5)
 @given(st.integers(1, 20))
 def test_a_killed_search_resumes_to_the_same_end_without_repeating_a_trial(
-    tmp_path_factory: pytest.TempPathFactory, kill_after: int
+    tmp_path_factory: pytest.TempPathFactory, uninterrupted: tuple[Outcome, list[str]], kill_after: int
 ) -> None:
-    folder, slo = tmp_path_factory.mktemp("kill"), "ttft_p95<700ms@2rps"
-    whole = FakeLab(BOTH, shape(rate=2.0), noise=0.0)
-    expected, _ = search(whole, folder / "whole", slo, tuple(BOTH))
-    first = FakeLab(BOTH, shape(rate=2.0), noise=0.0, kill_after=kill_after)
+    folder, slo = tmp_path_factory.mktemp("kill"), KILLED
+    expected, calls = uninterrupted
+    first = FakeLab(BOTH, shape(rate=2.0, input_len=64), noise=0.0, kill_after=kill_after)
     try:
         search(first, folder / "killed", slo, tuple(BOTH))
     except KeyboardInterrupt:
         first.calls.pop()  # the run that did not finish
-    second = FakeLab(BOTH, shape(rate=2.0), noise=0.0)
+    second = FakeLab(BOTH, shape(rate=2.0, input_len=64), noise=0.0)
     second.now = 1e6
     found, _ = search(second, folder / "killed", slo, tuple(BOTH))
     assert (found.held, found.setting, found.claim) == (expected.held, expected.setting, expected.claim)
     assert not set(first.calls) & set(second.calls)
-    assert sorted(first.calls + second.calls) == sorted(whole.calls)
+    assert sorted(first.calls + second.calls) == sorted(calls)
 
 
 @pytest.mark.parametrize("budget", [120.0, 300.0, 600.0, 3600.0])
