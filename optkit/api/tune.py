@@ -160,7 +160,7 @@ def tune(
             line(f"resuming after {journal.resumed} trials, {journal.elapsed:.0f} s of {seconds:.0f} s")
         outcome = Search(lab, journal, objective, shape, list(sources), seconds, seed, line).run()
         files = write_files(directory, outcome, journal, objective, shape, lab.recipes, lab.conditions())
-        return report_of(outcome, files, journal.elapsed, objective, shape)
+        return _report_of(outcome, files, journal.elapsed, objective, shape)
     finally:
         journal.close()
 
@@ -190,7 +190,7 @@ def named(recipes: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def report_of(outcome: Outcome, files: Sequence[Path], seconds: float, slo: Slo, shape: Any) -> TuneReport:
+def _report_of(outcome: Outcome, files: Sequence[Path], seconds: float, slo: Slo, shape: Any) -> TuneReport:
     """The report of an outcome."""
     from optkit.tune.report import evidence
 

@@ -1,7 +1,7 @@
-"""The answer where nothing holds the objective: what binds, and which single change would help most.
+"""The answer when nothing holds the objective: the part that binds, and the single change of most help.
 
-Both come from simulations of the best setting. The parts of the time to first token of the slowest requests say what
-binds; each single change is simulated, and the one with the lowest cost is named, with the others behind it.
+Both come from simulations of the best setting. The parts of the time to first token of the slowest requests show the
+part that binds; each single change is simulated, and the changes are listed by cost.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def advice(search: Search, setting: Setting, schedule: RequestSchedule) -> list[
 
 
 def single_changes(search: Search, setting: Setting, schedule: RequestSchedule) -> list[tuple[str, float]]:
-    """(change, simulated cost) of every setting that differs in one knob, of other recipes, and of another load."""
+    """(change, simulated cost) of every setting with a single changed option, of other recipes, and of another load."""
     found = []
     mine = dict(setting.options)
     for other, row in search.simulated.items():

@@ -1,15 +1,15 @@
-"""Calibration of one artifact: steps of many shapes through the real runner, and a few requests over HTTP.
+"""Calibration of an artifact: steps of many shapes through the real runner, and a few requests over HTTP.
 
 ``measure_steps`` loads the engine as a server does, takes KV blocks for requests of any length from the KV manager, and
 times single steps: prefill chunks of several sizes and contexts, decodes of 1 to ``max_num_seqs`` requests at several
-contexts, and both in one step. The content of the KV has no influence on the time, so a context costs nothing to make.
+contexts, and both in a step. The content of the KV has no influence on the time, so a context costs nothing to make.
 Layers with a window, and recurrent states, are measured without a context.
 
 ``overheads`` compares requests to a running server with the simulation of the same requests: the rest is HTTP, the
-process border, and the share of the cores that they take from the engine.
+process border, and the share of the cores taken from the engine.
 
-The command ``python -m optkit.tune.calibration ARTIFACT`` prints the measured steps as JSON, for a process that must
-stay small.
+The command ``python -m optkit.tune.calibration ARTIFACT`` prints the measured steps as JSON: a calling process stays
+small.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Item = tuple[int, int]  # new tokens, and tokens of context
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the simulator knows of an artifact on this machine. ``seconds`` is what measuring took."""
+    """The costs of an artifact on the machine at hand; ``seconds`` is the time of the measurements."""
 
     costs: StepCosts
     overheads: Overheads
@@ -65,7 +65,7 @@ class Calibration:
 
 
 def shapes(config: SchedulerConfig) -> list[list[Item]]:
-    """The steps to measure within the limits of ``config``, the cheap ones first."""
+    """The steps to measure within the limits of ``config``, cheap steps first."""
     has_context = not any(config.kv_windows) and not config.num_state_slots
     contexts = CONTEXTS if has_context else (0,)
     most = min(config.max_num_batched_tokens, config.max_model_len - 1)
@@ -117,7 +117,7 @@ def measure_steps(engine: Engine, seconds: float = STEP_SECONDS) -> list[tuple[S
 
 
 def measure_step(engine: Engine, items: Sequence[Item]) -> tuple[StepShape, float]:
-    """Shape and seconds of one step with ``items``, sampling included. All blocks are free again afterwards.
+    """Shape and seconds of a step with ``items``, sampling included. All blocks are free again afterwards.
 
     Raises:
         ValueError: the KV pool has no room.
@@ -156,10 +156,10 @@ def overheads(
     costs: StepCosts,
     runs: Sequence[tuple[int, Sequence[BenchRequest], Sequence[RequestRecord]]],
 ) -> Overheads:
-    """What a server adds to the engine, from measured runs of (clients, requests, records).
+    """The difference between a server and the engine, from measured runs of (clients, requests, records).
 
     Time per output token: the excess over the simulation is a + b * clients. Time to first token of a single client:
-    the excess is c + d * prompt tokens. All four are at least 0; medians, so that one slow request does not count.
+    the excess is c + d * prompt tokens. All four are at least 0, and from medians: a single slow request counts little.
     """
     gaps, firsts = list[tuple[float, float]](), list[tuple[float, float]]()
     for clients, requests, records in runs:
@@ -212,7 +212,7 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def measured_in_a_process(artifact: Path, options: dict[str, Any], timeout: float) -> StepCosts:
-    """The step costs of ``artifact``, measured in a process of its own, which ends afterwards.
+    """The step costs of ``artifact``, measured in a child process.
 
     Raises:
         UserError: the engine does not load, or the time is over.

@@ -42,7 +42,7 @@ def confirm(search: Search, setting: Setting) -> bool:
 
 
 def order(search: Search, number: int, servers: Servers, setting: Setting) -> dict[str, Any]:
-    """Runs of one order of arrivals: more requests while misses could still be too few to matter."""
+    """Runs of an order of arrivals: more requests while misses could still be too few to matter."""
     share = goal.needed_share(search.slo)
     counts = [least_requests(misses, share) for misses in range(MISSES + 1)]
     records: list[RequestRecord] = []
@@ -67,6 +67,6 @@ def order(search: Search, number: int, servers: Servers, setting: Setting) -> di
 
 
 def is_hopeless(search: Search, records: Sequence[RequestRecord], most: int, share: float) -> bool:
-    """True if so many requests miss the objective that ``most`` requests could not show it any more."""
+    """True if ``most`` requests could not show the objective any more, because of the misses so far."""
     misses = sum(goal.request_cost(search.slo, record) > 1 for record in records)
     return least_requests(misses, share) > most

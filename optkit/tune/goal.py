@@ -1,8 +1,8 @@
-"""The cost of a run under an objective: a number that is at most 1 where the objective holds.
+"""The cost of a run under an objective: a number, at most 1 where the objective holds.
 
 For an upper bound the cost is the value over the bound, for a lower bound the bound over the value; the largest of all
-terms counts. With a share of requests (``95%:``) each request has a cost, and the run's cost is their quantile at the
-share. A failed request is infinitely late.
+terms counts. With a share of requests (``95%:``) each request has a cost, and the cost of the run is the quantile at
+the share. A failed request is infinitely late.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from optkit.tune.intervals import is_shown, upper_mean
 
 
 def check_goal(slo: Slo) -> None:
-    """Refuse objectives that a single server can't have.
+    """Refuse objectives beyond a single server.
 
     Raises:
         UserError: a bound relative to another side.
@@ -32,7 +32,7 @@ def check_goal(slo: Slo) -> None:
 
 
 def samples(term: Term, record: RequestRecord) -> list[float]:
-    """The samples of a latency of one request, in milliseconds; infinite for a failed request."""
+    """The samples of a latency of a request, in milliseconds; infinite for a failed request."""
     if not record.ok:
         return [math.inf]
     found = chunk_gaps(record) if term.metric == "itl" else OPTKIT[term.metric].samples(record)
@@ -40,7 +40,7 @@ def samples(term: Term, record: RequestRecord) -> list[float]:
 
 
 def value(term: Term, records: Sequence[RequestRecord]) -> float:
-    """The value that ``term`` bounds: milliseconds, or a number per second. NaN without samples."""
+    """The value bounded by ``term``: milliseconds, or a number per second. NaN without samples."""
     if term.metric in RATES:
         return _rate(term, records)
     found = [sample for record in records for sample in samples(term, record)]
@@ -86,7 +86,7 @@ def cost(slo: Slo, records: Sequence[RequestRecord]) -> float:
 
 
 def request_cost(slo: Slo, record: RequestRecord) -> float:
-    """The largest multiple of a bound over the terms of one request."""
+    """The largest multiple of a bound over the terms of a request."""
     terms = [term for term in slo.terms if term.metric not in RATES]
     found = [excess(term, sample) for term in terms for sample in samples(term, record)]
     return max(found, default=0.0 if record.ok else math.inf)
@@ -98,7 +98,7 @@ def is_within(term: Term, record: RequestRecord) -> bool:
 
 
 def is_held(slo: Slo, records: Sequence[RequestRecord]) -> list[str]:
-    """A line for each part of the objective that ``records`` do not show at 95 % confidence; empty where all are shown.
+    """A line for each part of the objective not shown by ``records`` at 95 % confidence; empty where all are shown.
 
     A percentile and a share need enough requests within the bound (``optkit.tune.intervals.is_shown``), a mean has
     Student's interval, a rate counts as measured.
@@ -132,7 +132,7 @@ def _not_shown(what: str, misses: int, requests: int) -> str:
 
 
 def needed_share(slo: Slo) -> float:
-    """The largest share of requests that the objective speaks of: 0.95 for a p95, a mean and a rate."""
+    """The largest share of requests in the objective: 0.95 for a p95, a mean and a rate."""
     shares = [term.percentile / 100 for term in slo.terms if term.percentile is not None]
     return slo.share if slo.share is not None else max(shares, default=0.95)
 

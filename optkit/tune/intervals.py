@@ -18,7 +18,7 @@ T_975 = (  # Student's t at 97.5 %, for 1 to 30 degrees of freedom
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio with its 95 % interval."""
+    """A ratio with the 95 % interval."""
 
     value: float
     low: float
@@ -66,16 +66,16 @@ def student(degrees: int) -> float:
 
 
 def is_shown(requests: int, misses: int, share: float) -> bool:
-    """True if ``misses`` of ``requests`` show at 95 % confidence that ``share`` of all requests are within a bound.
+    """True if ``misses`` of ``requests`` show at 95 % confidence a ``share`` of all requests within a bound.
 
-    The exact binomial bound: 59 requests without a miss show a p95, 93 with one, 124 with two.
+    The exact binomial bound: 59 requests without a miss show a p95, 93 with a miss, 124 with two.
     """
     tail = sum(math.comb(requests, k) * (1 - share) ** k * share ** (requests - k) for k in range(misses + 1))
     return requests > 0 and tail <= 1 - CONFIDENCE
 
 
 def least_requests(misses: int, share: float) -> int:
-    """The fewest requests with ``misses`` misses that show ``share``."""
+    """The fewest requests to show ``share`` with ``misses`` misses."""
     low, high = misses, max(misses, 1)
     while not is_shown(high, misses, share):
         low, high = high, 2 * high

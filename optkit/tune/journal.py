@@ -1,9 +1,8 @@
-"""The journal of a tuning: one JSON line for each finished trial, appended and flushed to the disk.
+"""The journal of a tuning: a JSON line for each finished trial, appended and flushed to the disk.
 
-A killed run resumes: ``Journal.trial`` returns the recorded outcome of a trial that has a line, and runs any other.
-All decisions follow from outcomes, so a resumed run takes the same way. A line that was being written when the process
-ended is cut off. The first line names the task; a journal of another task is refused. Only one process may hold a
-journal at a time.
+A killed run resumes: ``Journal.trial`` returns the recorded outcome of a trial with a line, and runs any other trial.
+All decisions follow from outcomes, so a resumed run takes the same way. An unfinished last line is cut off. The first
+line names the task; a journal of another task is refused. Only a single process may hold a journal at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ NAME = "journal.jsonl"
 
 
 class TrialFailed(Exception):
-    """A trial without a result: the server did not start, or the recipe misses its quality bound."""
+    """A trial without a result: the server did not start, or the recipe misses the quality bound."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +32,10 @@ class Trial:
     """A finished trial.
 
     Attributes:
-        key: of the trial, such as ``round 2 ttft-cpu max_num_seqs=8``.
+        key: of the trial, as in ``round 2 ttft-cpu max_num_seqs=8``.
         result: JSON data; None for a failed trial.
         reason: of the failure; empty for a trial with a result.
-        seconds: that the trial took.
+        seconds: the time of the trial.
         at: seconds of the tuning, interruptions left out, at the end of the trial.
     """
 
@@ -52,7 +51,7 @@ class Journal:
 
     Args:
         file: of the journal; made where missing.
-        task: facts that decide the course of the search.
+        task: the facts behind the course of the search.
 
     Raises:
         UserError: the journal is of another task, damaged, or held by another process.

@@ -1,7 +1,8 @@
-"""The work of a tuning on this machine: building artifacts, calibrating, serving, measuring.
+"""The work of a tuning on a machine: building artifacts, calibrating, serving, measuring.
 
-The search (``optkit.tune.search``) decides what is done and never how, so its tests have another ``Lab``. Builds and
-calibrations run in processes of their own: they can be ended at a time, and their memory is free again for servers.
+The search (``optkit.tune.search``) decides on the work and never does the work, so tests of the search have another
+``Lab``. Builds and calibrations run in child processes, which can be ended at a time, and the memory is free again for
+servers.
 """
 
 from __future__ import annotations
@@ -56,13 +57,13 @@ class Shape:
 
 
 class Lab(Protocol):
-    """What a search needs of a machine."""
+    """The work of a search on a machine."""
 
     def build(self, name: str, timeout: float) -> dict[str, Any]:
         """Build recipe ``name``: ``{"artifact": directory, "quality": lines}``.
 
         Raises:
-            UserError: it can't be built in time, or its quality interval crosses the bound.
+            UserError: no result in time, or a quality interval across the bound.
         """
         ...
 
@@ -83,7 +84,7 @@ class Lab(Protocol):
     def requests(self, count: int, seed: int) -> RequestSchedule: ...
 
     def serving(self, settings: Sequence[Setting]) -> AbstractContextManager[tuple[Run, dict[Setting, str]]]:
-        """A context in which a server runs for each of ``settings``; gives ``Run`` and the failed ones with reasons."""
+        """A context with a server for each of ``settings``; gives ``Run``, and failed settings with reasons."""
         ...
 
 
@@ -119,7 +120,7 @@ class Machine:
         return self.directory / "artifacts" / name
 
     def build(self, name: str, timeout: float) -> dict[str, Any]:
-        """The artifact of recipe ``name``; an existing one of the same recipe is taken. Pass results are cached."""
+        """The artifact of recipe ``name``; an existing artifact of the same recipe is taken."""
         from optkit.artifact.open import Artifact
 
         out = self.artifact(name)
@@ -134,7 +135,7 @@ class Machine:
         return {"artifact": str(out), "quality": lines, "digest": artifact.manifest.get("digest", "")}
 
     def _is_built(self, name: str) -> bool:
-        """True where the artifact of this recipe is there, whole."""
+        """True where a whole artifact of the recipe is there."""
         from optkit.artifact.open import Artifact
 
         try:
@@ -165,7 +166,7 @@ class Machine:
         return factory.scheduler_config(self._model(setting.recipe), options, "cpu")
 
     def _model(self, name: str) -> Any:
-        """The facts of a lowered model that decide on the scheduler's limits."""
+        """The facts of a lowered model for the scheduler's limits."""
         from types import SimpleNamespace
 
         from optkit.artifact.open import Artifact
@@ -194,7 +195,7 @@ class Machine:
 
     @contextmanager
     def serving(self, settings: Sequence[Setting]) -> Iterator[tuple[Run, dict[Setting, str]]]:
-        """Start a server for each setting; those that do not start are in the second value, with the reason."""
+        """Start a server for each setting; the second value has the settings without a server, with the reason."""
         urls: dict[Setting, tuple[str, str]] = {}
         failed: dict[Setting, str] = {}
         with ExitStack() as stack:
@@ -223,7 +224,7 @@ class Machine:
 
 
 def quality(whole: Mapping[str, Any] | None, accept: Accept) -> tuple[list[str], list[str]]:
-    """Lines on the quality of an artifact with 95 % intervals, and the lines of intervals that cross a bound.
+    """Lines on the quality of an artifact with 95 % intervals, and the lines of intervals across a bound.
 
     Args:
         whole: of report.json; None where no pass changed the model.

@@ -1,8 +1,8 @@
-"""The files of a tuning: a recipe that a person can read, the artifact with this recipe, and the log of all trials.
+"""The files of a tuning: a recipe for people, the artifact with the recipe, and the log of all trials.
 
-``recipe.yaml`` has the evidence as comments: the objective, the values that the confirmation measured, and above the
-section of each option that moved the effect that the race measured, with its interval.
-``trials.json`` has every trial, failed ones with the reason; ``report.md`` is the same for people.
+``recipe.yaml`` has the evidence as comments: the objective, the values of the confirmation, and above the section of
+each changed option the effect in the race, with the interval. ``trials.json`` has every trial, failed trials with the
+reason; ``report.md`` is the same for people.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def evidence(outcome: Outcome, slo: Slo, shape: Shape) -> list[str]:
 
 
 def option_notes(recipe: Recipe, outcome: Outcome) -> dict[str, str]:
-    """A comment for each option that moved, by the recipe's key, for the line above its section."""
+    """A comment for each changed option, by the recipe's key, for the line above the section."""
     assert outcome.setting is not None
     known, found = recipe_values(recipe), {}
     for group in outcome.setting.knobs:

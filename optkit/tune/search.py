@@ -1,14 +1,14 @@
-"""The search: which recipes are built, which settings simulated, raced and confirmed, within a budget of time.
+"""The search: recipes to build, settings to simulate, to race and to confirm, within a budget of time.
 
-1. **Candidates.** Each recipe is built (once; results are cached by content) and calibrated. A recipe whose quality
-   interval crosses its bound is out.
+1. **Candidates.** Each recipe is built (once; results are cached by content) and calibrated. A recipe with a quality
+   interval across a bound is out.
 2. **Simulation** of the serve options of each candidate (``settings.grid``), as many as fit the budget.
 3. **Race** of the best few with the default: interleaved rounds, the same prompts and arrivals for all. A setting is
-   dropped when the interval of its paired log-ratio to the best lies above 1.
-4. **Default preferred.** The winner must beat the default, and then each changed option must earn its place: without
-   it, the setting must be slower, by an interval that excludes no change.
-5. **Confirmation** on fresh prompts in ``ORDERS`` orders of arrival, with the number of requests that the percentile
-   needs. The worst order is the claim.
+   dropped when the interval of the paired log-ratio to the best lies above 1.
+4. **Default preferred.** The winner must beat the default, and then each changed option must earn a place: without the
+   change the setting must be slower, by an interval without the value 1.
+5. **Confirmation** (``optkit.tune.confirmation``) on fresh prompts, with the requests needed for the percentile. The
+   worst order of arrivals is the claim.
 
 Each trial is in the journal. Decisions follow from trials alone, and never from the clock, except where the budget
 ends a phase; the end of a phase is a trial too, so a resumed run decides the same.
@@ -64,15 +64,15 @@ class Outcome:
 
     Attributes:
         held: the objective is shown by the confirmation.
-        setting: that holds it, or the best one; None where no candidate could be served.
-        default: the setting that everything is compared with.
+        setting: the confirmed setting, else the best; None where no candidate could be served.
+        default: the setting for comparisons.
         claim: values of the worst order of the confirmation.
         orders: the trials of the confirmation, by order.
         effects: of each changed knob against the recipe's value, measured.
-        against_default: cost of ``setting`` over the default's, measured; None where it is the default.
-        reasons: why the objective is not shown.
-        advice: what binds and which single change would help most, where it is not held.
-        notes: ends of phases by the budget, and settings that could not be tried.
+        against_default: cost of ``setting`` over the default's, measured; None for the default.
+        reasons: the reasons for "not shown".
+        advice: the part that binds and the single change of most help, for an objective without success.
+        notes: ends of phases by the budget, and settings without a trial.
     """
 
     held: bool = False
@@ -88,7 +88,7 @@ class Outcome:
 
 
 class Search:
-    """One tuning.
+    """A tuning.
 
     Args:
         names: recipes, the default first.
@@ -117,16 +117,16 @@ class Search:
 
     @property
     def left(self) -> float:
-        """Seconds of the budget that are left."""
+        """The rest of the budget, in seconds."""
         return self.budget - self.journal.elapsed
 
     def confirm_seconds(self) -> float:
-        """Seconds that a confirmation takes, with a miss in each order."""
+        """The time of a confirmation with a miss in each order, in seconds."""
         count = least_requests(1, goal.needed_share(self.slo))
         return START_SECONDS + ORDERS * self.duration(count)
 
     def duration(self, count: int) -> float:
-        """Seconds of a run of ``count`` requests that keeps up with the load."""
+        """The time of a run of ``count`` requests without a backlog, in seconds."""
         return self.shape.duration(count) or count * self.pace
 
     def longest(self, count: int) -> float:
@@ -200,7 +200,7 @@ class Search:
         return simulate_rate(config, known.costs, prompts, load.rate, known.overheads)
 
     def _simulate(self) -> None:
-        """Simulate the settings of each candidate, those with few changes first, as long as there is time."""
+        """Simulate the settings of each candidate, settings with few changes first, as long as there is time."""
         requests = self.lab.requests(SIMULATED_REQUESTS, self.seed + SEED_SIMULATE)
         share = SIMULATION_SHARE * self.budget / len(self.calibrations)
         for name in self.calibrations:
@@ -240,7 +240,7 @@ class Search:
         }
 
     def _racers(self, default: Setting) -> list[Setting]:
-        """The default, and the settings that simulate best; among equals those with fewer changes."""
+        """The default, and the best simulated settings; among equals the settings with fewer changes."""
         ranked = sorted(
             (s for s, row in self.simulated.items() if math.isfinite(row["cost"])),
             key=lambda s: (not self.simulated[s]["known"], self.simulated[s]["cost"]),
@@ -312,7 +312,7 @@ class Search:
     def _still_racing(
         self, rows: dict[Setting, list[float]], alive: list[Setting], reference: Setting, number: int
     ) -> list[Setting]:
-        """``alive`` without the settings that are slower than the best; the reference stays for comparisons."""
+        """``alive`` without the settings slower than the best; the reference stays for comparisons."""
         whole = [s for s in alive if len(rows[s]) == number + 1]
         if number + 1 < LEAST_ROUNDS or len(whole) < 2:
             return whole
@@ -320,7 +320,7 @@ class Search:
         return [s for s in whole if s in (best, reference) or not paired_ratio(rows[s], rows[best]).is_more]
 
     def _chosen(self, costs: dict[Setting, list[float]], default: Setting) -> Setting:
-        """The best setting that is shown to be better than the default, without options that earn nothing."""
+        """The best setting, if shown to be better than the default, without options of no effect."""
         best = self._best(costs)
         ratio = self._ratio(costs, best, default)
         if best == default or ratio is None or not ratio.is_less:
@@ -358,7 +358,7 @@ class Search:
         return b <= a * (1 + (NEAR - 1) / 2)
 
     def _unraced(self, racers: Sequence[Setting], default: Setting) -> Setting:
-        """The setting to confirm without a race: the default, unless only another one holds in the simulation."""
+        """The setting to confirm without a race: the default, unless only another setting holds in the simulation."""
         self.outcome.notes.append("no round of a race was finished: only a confirmation can show anything")
         rows = {s: self.simulated[s] for s in racers if s in self.simulated}
         able = [s for s, row in rows.items() if row["known"] and _number(row["cost"]) <= 1]
@@ -369,12 +369,12 @@ class Search:
         return min((s for s, rounds in costs.items() if len(rounds) == most), key=lambda s: _level(costs[s]))
 
     def _ratio(self, costs: dict[Setting, list[float]], over: Setting, under: Setting) -> Ratio | None:
-        """Cost of ``over`` over ``under`` in the rounds that both ran; None without any."""
+        """Cost of ``over`` over ``under`` in the rounds of both; None without any."""
         count = min(len(costs.get(over, [])), len(costs.get(under, [])))
         return paired_ratio(costs[over][:count], costs[under][:count]) if count else None
 
     def _runners_up(self, costs: dict[Setting, list[float]], default: Setting) -> list[Setting]:
-        """Other settings for a confirmation, the best first: those that held the objective in the race."""
+        """Other settings for a confirmation, the best first: each held the objective in the race."""
         able = [s for s, rounds in costs.items() if _level(rounds) <= 1 and s != default]
         return sorted(able, key=lambda s: _level(costs[s]))
 

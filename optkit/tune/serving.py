@@ -1,4 +1,4 @@
-"""Servers of the settings of a race or a confirmation, started when the first run needs them."""
+"""Servers of the settings of a race or a confirmation, started by the first run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from optkit.tune.settings import Setting
 
 
 class Servers:
-    """A context in which ``settings`` can run. A resumed search starts none for trials of its past.
+    """A context in which ``settings`` can run. A resumed search starts none for earlier trials.
 
     Args:
-        settings: that may run.
+        settings: to run.
     """
 
     def __init__(self, lab: Lab, settings: Sequence[Setting]) -> None:
@@ -32,7 +32,7 @@ class Servers:
         self._stack.close()
 
     def run(self, setting: Setting, schedule: RequestSchedule, limit: float) -> list[RequestRecord]:
-        """The records of a run; requests that take longer than ``limit`` seconds are cut off.
+        """The records of a run; requests longer than ``limit`` seconds are cut off.
 
         Raises:
             TrialFailed: the server did not start.

@@ -1,7 +1,7 @@
-"""Settings: a recipe with the serve options that differ from it, and the grid that is simulated.
+"""Settings: a recipe with changed serve options, and the grid of settings to simulate.
 
-Options are those of ``optkit.recipe.engine_options``, under their names. A setting lists only options that differ from
-the recipe's values, so an empty list is the recipe as it is, and the number of options is the distance from it.
+Options are those of ``optkit.recipe.engine_options``, under the same names. A setting lists only changed options, so an
+empty list is the recipe unchanged, and the number of options is the distance from the recipe.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GROUPS = (("max_num_seqs",), ("max_num_batched_tokens",), POLICY, ("kv_cache_byt
 
 @dataclass(frozen=True)
 class Setting:
-    """A recipe by name, and options that differ from it, in order of their names."""
+    """A recipe by name, and changed options, in order of the names."""
 
     recipe: str
     options: tuple[tuple[str, Any], ...] = ()
@@ -40,7 +40,7 @@ class Setting:
 
     @property
     def knobs(self) -> list[tuple[str, ...]]:
-        """The groups of options that differ from the recipe."""
+        """The groups with changed options."""
         named = dict(self.options)
         return [group for group in GROUPS if any(name in named for name in group)]
 
@@ -61,11 +61,11 @@ class Setting:
 
 
 def grid(name: str, recipe: Recipe, slo: Slo) -> list[Setting]:
-    """The settings of ``recipe`` to simulate, those with few changes first.
+    """The settings of ``recipe`` to simulate, settings with few changes first.
 
     Args:
         name: of the recipe in settings.
-        slo: the objective; the policy ``slo`` gets its bounds.
+        slo: the objective, with the bounds for the policy ``slo``.
     """
     known = recipe_values(recipe)
     choices: list[list[dict[str, Any]]] = [
@@ -84,7 +84,7 @@ def grid(name: str, recipe: Recipe, slo: Slo) -> list[Setting]:
 
 
 def policies(known: Mapping[str, Any], slo: Slo) -> Iterator[dict[str, Any]]:
-    """The other policy, and the policy ``slo`` with the bounds of ``slo`` and with half of them."""
+    """The other policy, and the policy ``slo`` with the bounds of ``slo`` and with half the bounds."""
     if known["scheduling_policy"] != "fcfs":
         yield {"scheduling_policy": "fcfs"}
     bounds = {

@@ -1,15 +1,15 @@
 """A simulated server: the real scheduler, KV manager and policy on a virtual clock.
 
-Nothing of the scheduler is copied. A ``Scheduler`` gets a clock that this module moves: by the seconds of each step
-(``optkit.tune.step_costs``) and to the next arrival where there is nothing to do. Arrivals, the limit on requests in
-flight and the records are those of ``optkit.bench``, so the formulas of all metrics hold for both. The scheduler's own
-cost model learns from the virtual times, as it does in a server.
+Nothing of the scheduler is copied. A ``Scheduler`` gets a virtual clock, moved here by the seconds of each step
+(``optkit.tune.step_costs``), and to the next arrival when there is nothing to do. Arrivals, the limit on requests in
+flight and the records come from ``optkit.bench``, so the formulas of all metrics hold for both. The scheduler's own
+cost model learns from the virtual times, as in a server.
 
-``Overheads`` are what a server adds to the engine: seconds of a request before the queue, and of the engine's cores by
-tokens that come in and go out.
+``Overheads`` are the difference between a server and the engine: seconds of a request before the queue, and seconds of
+the engine's cores by tokens in and out.
 
-Near saturation waiting times grow without bound, and small errors of the costs with them. Above ``MOST_LOAD`` of the
-capacity a simulation says that it does not know (``Simulation.known``).
+Near saturation waiting times grow without bound, and errors of the costs grow with the waiting. Above ``MOST_LOAD`` of
+the capacity the result of a simulation is marked as not known (``Simulation.known``).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WARM_STEPS = ((64, 0), (1, 64), (256, 0), (1, 256))  # (tokens, context) that te
 
 @dataclass(frozen=True)
 class Overheads:
-    """Seconds that a server adds to the engine: of a request, a prompt token, a step, and a token that goes out."""
+    """Seconds added by a server: for a request, a prompt token, a step, and a token of an answer."""
 
     request: float = 0.0
     prompt_token: float = 0.0
@@ -113,7 +113,7 @@ def simulate_rate(
     rate: float,
     overheads: Overheads | None = None,
 ) -> Simulation:
-    """``simulate`` with arrivals at ``rate`` requests a second, and the load that this is."""
+    """``simulate`` with arrivals at ``rate`` requests a second, and the load."""
     found = simulate(config, costs, requests, overheads=overheads)
     found.load = rate / capacity(config, costs, requests, overheads)
     return found
@@ -125,10 +125,10 @@ def capacity(
     requests: Sequence[BenchRequest],
     overheads: Overheads | None = None,
 ) -> float:
-    """The requests a second that are served when all arrive at once; 0 where none can be served.
+    """The served requests a second when all arrive at once; 0 where none can be served.
 
-    The end of such a run, with fewer requests than places, counts too. So the capacity is a little too low, and a
-    simulation rather says too early that it does not know.
+    The end of the run, with fewer requests than places, counts too. So the capacity is a little too low, and
+    simulations are marked as not known rather too early.
     """
     at_once = [replace(request, arrival=0.0) for request in requests]
     found = simulate(config, costs, at_once, overheads=overheads)
@@ -137,7 +137,7 @@ def capacity(
 
 
 class _Run:
-    """The state of one simulation."""
+    """The state of a simulation."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class _Run:
         return self.now
 
     def _taught(self) -> CostModel:
-        """The cost model of a scheduler that has served before."""
+        """The cost model of a scheduler after the first requests."""
         model = CostModel()
         for tokens, context in WARM_STEPS * 3:
             pairs = 0.0 if tokens == 1 else tokens * (context + tokens / 2)
@@ -186,7 +186,7 @@ class _Run:
         return self.found
 
     def _send(self) -> None:
-        """Send the requests that are due to free clients; a client waits for the arrival time."""
+        """Send the due requests to free clients; a client waits for the arrival time."""
         while self.due and self.slots:
             request = self.due.popleft()
             record = self.records[request.index]

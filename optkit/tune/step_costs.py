@@ -1,4 +1,4 @@
-"""Seconds of a step of one artifact on this machine, fitted to measured steps.
+"""Seconds of a step of an artifact on the machine at hand, fitted to measured steps.
 
     seconds = a + b * few + c * more + d * rows + e * prefill pairs + f * decode context
 
@@ -6,8 +6,8 @@
 beyond, where arithmetic decides. ``rows`` are rows of logits. A pair of (query, key) costs less in a prompt, where a
 key read once serves many queries, than in a decode, which reads all keys for a single query: two coefficients.
 
-The engine's own ``CostModel`` has four coefficients, because it learns while it serves. The simulator keeps that model
-inside the scheduler, as a server does, and takes the truth about a step from here.
+The engine's own ``CostModel`` has four coefficients, because the model learns while serving. The simulator keeps the
+``CostModel`` inside the scheduler, as a server does, and takes the time of a step from here.
 
 The fit minimizes relative errors, with no coefficient below zero. Six coefficients have 64 subsets, so the best fit is
 found by trying each.
@@ -28,7 +28,7 @@ FEW_TOKENS = 64
 
 @dataclass(frozen=True)
 class StepShape:
-    """What decides the time of a step."""
+    """The features of a step by which the time is predicted."""
 
     tokens: int = 0
     rows: int = 0
@@ -42,7 +42,7 @@ class StepShape:
 
 
 def step_shape(items: Iterable[ScheduledRequest]) -> StepShape:
-    """The shape of a step with ``items``. An item that only checks drafts counts as a decode."""
+    """The shape of a step with ``items``. An item with a draft counts as a decode."""
     tokens, rows, pairs, context = 0, 0, 0.0, 0
     for item in items:
         tokens += item.num_new
@@ -75,10 +75,10 @@ class StepCosts:
 
 
 def fit(samples: Sequence[tuple[StepShape, float]]) -> StepCosts:
-    """The costs that fit ``samples`` of (shape, seconds) best.
+    """The best fit to ``samples`` of (shape, seconds).
 
     Raises:
-        ValueError: no samples, or a time that is not positive.
+        ValueError: no samples, or a time of 0 or less.
     """
     if not samples or min(seconds for _, seconds in samples) <= 0:
         raise ValueError("a fit needs steps with positive times")
