@@ -35,14 +35,13 @@ if TYPE_CHECKING:
     from optkit.runtime.engine import Engine
     from optkit.runtime.scheduling.config import SchedulerConfig
 
-STEP_SECONDS = 15.0  # of measured steps; loading and HTTP come on top
-CHUNKS = (1, 16, 64, 128, 256, 512, 1024)
-CONTEXTS = (0, 256, 1024)
-DECODES = (1, 2, 4, 8, 16)
+STEP_SECONDS = 12.0  # of measured steps; loading and HTTP come on top
+CHUNKS = ((16, 0), (64, 0), (64, 1024), (128, 0), (256, 0), (256, 768), (512, 0), (512, 512), (1024, 0))
+DECODES = tuple((count, context) for count in (1, 2, 4, 8, 16) for context in (64, 1024))
 MIXED = ((256, 4), (128, 8), (512, 2))  # (tokens of a chunk, decodes)
+MIXED_CONTEXT = 256
 MOST_ROUNDS = 5
 LEAST_SHAPES = 8  # measured even if the time is over; the fit has six coefficients
-MIXED_CONTEXT = 256
 
 Item = tuple[int, int]  # new tokens, and tokens of context
 
@@ -67,18 +66,11 @@ class Calibration:
 def shapes(config: SchedulerConfig) -> list[list[Item]]:
     """The steps to measure within the limits of ``config``, cheap steps first."""
     has_context = not any(config.kv_windows) and not config.num_state_slots
-    contexts = CONTEXTS if has_context else (0,)
-    most = min(config.max_num_batched_tokens, config.max_model_len - 1)
-    found: list[list[Item]] = [
-        [(chunk, context)]
-        for chunk in CHUNKS
-        for context in contexts
-        if 1 < chunk <= most and chunk + context < config.max_model_len
-    ]
-    for count in DECODES:
-        found += [[(1, max(context, 1) if has_context else 0)] * count for context in contexts]
-    context = MIXED_CONTEXT if has_context else 0
-    found += [[(chunk, 0), *[(1, context)] * count] for chunk, count in MIXED]
+    chunks = [(new, context if has_context else 0) for new, context in CHUNKS]
+    found: list[list[Item]] = [[chunk] for chunk in dict.fromkeys(chunks)]
+    found += [[(1, context if has_context else 0)] * count for count, context in DECODES]
+    found += [[(new, 0), *[(1, MIXED_CONTEXT if has_context else 0)] * count] for new, count in MIXED]
+    found = [items for index, items in enumerate(found) if items not in found[:index]]
     return sorted(
         (items for items in found if _fits(items, config)),
         key=lambda items: (sum(n for n, _ in items), items),
@@ -98,13 +90,18 @@ def _fits(items: Sequence[Item], config: SchedulerConfig) -> bool:
 def measure_steps(engine: Engine, seconds: float = STEP_SECONDS) -> list[tuple[StepShape, float]]:
     """(shape, seconds) of steps on ``engine``, at most ``MOST_ROUNDS`` times each, for about ``seconds``.
 
-    A first unmeasured step of each shape warms up. The result has the median of each shape.
+    The memory of the KV pool is touched before, and the smallest and the largest step run once unmeasured: the first
+    use of memory takes longer than a step. The result has the median of each shape.
     """
     times: dict[int, list[float]] = {}
     made: dict[int, StepShape] = {}
     plans = shapes(engine.config)
+    for block in range(engine.config.num_blocks):
+        engine.runner.write_block(block, engine.runner.read_block(block))
+    for items in (plans[-1], plans[0]):
+        measure_step(engine, items)
     end = time.perf_counter() + seconds
-    for _ in range(MOST_ROUNDS + 1):
+    for _ in range(MOST_ROUNDS):
         for number, items in enumerate(plans):
             left, known = end - time.perf_counter(), times.setdefault(number, [])
             if left <= 0 and len(made) >= LEAST_SHAPES:
@@ -113,7 +110,7 @@ def measure_steps(engine: Engine, seconds: float = STEP_SECONDS) -> list[tuple[S
                 continue
             made[number], took = measure_step(engine, items)
             known.append(took)
-    return [(shape, float(np.median(times[number][1:] or times[number]))) for number, shape in made.items()]
+    return [(shape, float(np.median(times[number]))) for number, shape in made.items()]
 
 
 def measure_step(engine: Engine, items: Sequence[Item]) -> tuple[StepShape, float]:
