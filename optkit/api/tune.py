@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from optkit.api.bench import SLO_MISSED
 from optkit.api.guard import guarded
-from optkit.api.progress import ProgressCallback, ProgressEvent
+from optkit.api.progress import ProgressCallback, ProgressEvent, warn
 from optkit.errors import UserError
 from optkit.extras import need_extra
 
 if TYPE_CHECKING:
     from optkit.bench.slo import Slo
     from optkit.recipe.schema import Recipe
-    from optkit.tune.search import Outcome
+    from optkit.tune.outcome import Outcome
 
 BUDGET = "30m"
 LEAST_BUDGET = 60.0  # seconds
@@ -117,6 +117,7 @@ def tune(
         UserError: an objective that can't be read, a recipe for another machine, or a directory in use.
     """
     need_extra("serve", "optkit tune")
+    from optkit.bench.environment import busy
     from optkit.bench.slo import Load, parse_slo
     from optkit.checkpoint.locate import resolve
     from optkit.recipe.load import load_recipe
@@ -158,8 +159,13 @@ def tune(
     try:
         if journal.resumed:
             line(f"resuming after {journal.resumed} trials, {journal.elapsed:.0f} s of {seconds:.0f} s")
+        conditions = lab.conditions()
+        warning = busy(conditions)
+        if warning is not None:
+            warn(progress, warning)
         outcome = Search(lab, journal, objective, shape, list(sources), seconds, seed, line).run()
-        files = write_files(directory, outcome, journal, objective, shape, lab.recipes, lab.conditions())
+        outcome.notes += [warning] if warning else []
+        files = write_files(directory, outcome, journal, objective, shape, lab.recipes, conditions)
         return _report_of(outcome, files, journal.elapsed, objective, shape)
     finally:
         journal.close()

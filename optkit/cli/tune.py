@@ -78,7 +78,9 @@ def tune(
             output_len=output_len,
             seed=seed,
             force=force,
-            progress=lambda event: progress(event.text),
+            progress=lambda event: (
+                console.warn(event.text) if event.kind == "warning" else progress(event.text)
+            ),
         )
     if as_json:
         console.print_json(asdict(report))

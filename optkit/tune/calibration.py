@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from optkit.bench.records import RequestRecord
+from optkit.bench.servers import end_with_parent
 from optkit.bench.workload import BenchRequest
 from optkit.errors import UserError
 from optkit.tune.simulator import Overheads, simulate
@@ -217,7 +218,12 @@ def measured_in_a_process(artifact: Path, options: dict[str, Any], timeout: floa
     command = [sys.executable, "-m", "optkit.tune.calibration", str(artifact), json.dumps(options)]
     try:
         done = subprocess.run(
-            command, capture_output=True, timeout=timeout, stdin=subprocess.DEVNULL, check=False
+            command,
+            capture_output=True,
+            timeout=timeout,
+            stdin=subprocess.DEVNULL,
+            check=False,
+            preexec_fn=end_with_parent,
         )
     except subprocess.TimeoutExpired as error:
         what = f"calibration did not end within {timeout:.0f} s"

@@ -263,6 +263,7 @@ def _command(command: Sequence[str], timeout: float, what: str) -> None:
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
         start_new_session=True,
+        preexec_fn=servers.end_with_parent,
     )
     try:
         _, errors = process.communicate(timeout=timeout)

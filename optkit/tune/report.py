@@ -24,7 +24,7 @@ from optkit.recipe.load import overridden, parse_recipe
 from optkit.recipe.schema import Recipe
 from optkit.tune.journal import Journal
 from optkit.tune.lab import Shape
-from optkit.tune.search import Outcome
+from optkit.tune.outcome import Outcome
 from optkit.tune.settings import POLICY, Setting, overrides
 
 RECIPE, TRIALS, REPORT, ARTIFACT = "recipe.yaml", "trials.json", "report.md", "artifact"

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from optkit.bench.slo import Slo
@@ -30,6 +30,7 @@ from optkit.tune.confirmation import ORDERS, confirm
 from optkit.tune.intervals import Ratio, least_requests, paired_ratio
 from optkit.tune.journal import Journal, Trial
 from optkit.tune.lab import TAIL, Lab, Shape
+from optkit.tune.outcome import Outcome
 from optkit.tune.serving import Servers
 from optkit.tune.settings import Setting, gains_by_guesses, grid, speculating
 from optkit.tune.simulator import Simulation, simulate, simulate_rate
@@ -56,35 +57,6 @@ SEED_RACE, SEED_CONFIRM, SEED_SIMULATE = (
     2000,
     3000,
 )  # apart from each other: fresh prompts for each purpose
-
-
-@dataclass
-class Outcome:
-    """The end of a search.
-
-    Attributes:
-        held: the objective is shown by the confirmation.
-        setting: the confirmed setting, else the best; None where no candidate could be served.
-        default: the setting for comparisons.
-        claim: values of the worst order of the confirmation.
-        orders: the trials of the confirmation, by order.
-        effects: of each changed knob against the recipe's value, measured.
-        against_default: cost of ``setting`` over the default's, measured; None for the default.
-        reasons: the reasons for "not shown".
-        advice: the part that binds and the single change of most help, for an objective without success.
-        notes: ends of phases by the budget, and settings without a trial.
-    """
-
-    held: bool = False
-    setting: Setting | None = None
-    default: Setting | None = None
-    claim: str = ""
-    orders: list[dict[str, Any]] = field(default_factory=list)
-    effects: dict[str, Ratio] = field(default_factory=dict)
-    against_default: Ratio | None = None
-    reasons: list[str] = field(default_factory=list)
-    advice: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
 
 class Search:
@@ -135,7 +107,11 @@ class Search:
 
     def is_time(self, key: str, seconds: float) -> bool:
         """True if ``seconds`` are left before the confirmation; the answer is recorded, for a resumed run."""
-        return bool(self.journal.trial(f"time {key}", lambda: self.left >= seconds).result)
+        return bool(self.journal.trial(self.of_budget(f"time {key}"), lambda: self.left >= seconds).result)
+
+    def of_budget(self, key: str) -> str:
+        """The key of a trial with an outcome by the budget: with another budget the trial runs again."""
+        return f"{key} of {self.budget:g} s"
 
     # -- phases ---------------------------------------------------------------------------------------
 
@@ -174,17 +150,26 @@ class Search:
                 self.outcome.notes.append(f"recipe {name}: no time in the budget")
                 continue
             self.progress(f"building {name}")
-            built = self.journal.trial(f"build {name}", lambda n=name, t=timeout: self.lab.build(n, t))
+            built = self._built(name, timeout)
             longest = max(longest, built.seconds)
             if built.result is None:
                 self.outcome.notes.append(f"recipe {name}: {built.reason}")
                 continue
             self.progress(f"calibrating {name}")
-            found = self.journal.trial(f"calibrate {name}", lambda n=name: self.lab.calibrate(n))
+            found = self.journal.trial(f"calibrate {name}", partial(self.lab.calibrate, name))
             if found.result is None:
                 self.outcome.notes.append(f"recipe {name}: {found.reason}")
                 continue
             self.calibrations[name] = Calibration.from_dict(found.result)
+
+    def _built(self, name: str, timeout: float) -> Trial:
+        """The build of a recipe; a failed build is tried again with another budget alone."""
+        earlier = [
+            t for key, t in self.journal.trials.items() if key.startswith(f"build {name} of ") and t.result
+        ]
+        if earlier:
+            return earlier[0]
+        return self.journal.trial(self.of_budget(f"build {name}"), partial(self.lab.build, name, timeout))
 
     def simulation(self, setting: Setting, requests: RequestSchedule) -> Simulation:
         """The simulated run of ``setting``.
@@ -205,7 +190,7 @@ class Search:
         share = SIMULATION_SHARE * self.budget / len(self.calibrations)
         for name in self.calibrations:
             self.progress(f"simulating settings of {name}")
-            found = self.journal.trial(f"simulate {name}", lambda n=name: self._grid(n, requests, share))
+            found = self.journal.trial(f"simulate {name}", partial(self._grid, name, requests, share))
             for row in found.result or []:
                 self.simulated[Setting.from_dict(row)] = row
         plain = [self.simulated[s] for s in map(Setting, self.calibrations) if s in self.simulated]
@@ -214,7 +199,8 @@ class Search:
         )
 
     def _grid(self, name: str, requests: RequestSchedule, seconds: float) -> list[dict[str, Any]]:
-        end, rows = self.journal.clock() + seconds, []
+        end = self.journal.clock() + seconds
+        rows: list[dict[str, Any]] = []
         for setting in grid(name, self.lab.recipe(name), self.slo):
             if rows and self.journal.clock() > end:
                 break
@@ -384,7 +370,7 @@ class Search:
         from optkit.tune.advice import advice
 
         requests = self.lab.requests(SIMULATED_REQUESTS, self.seed + SEED_SIMULATE)
-        found = self.journal.trial("advice", lambda: advice(self, setting, requests))
+        found = self.journal.trial(self.of_budget("advice"), lambda: advice(self, setting, requests))
         self.outcome.advice = found.result or [found.reason]
 
 

@@ -13,8 +13,8 @@ from optkit.recipe.load import load_recipe, parse_recipe
 from optkit.tune.intervals import Ratio
 from optkit.tune.journal import Journal, TrialFailed
 from optkit.tune.lab import Shape
+from optkit.tune.outcome import Outcome
 from optkit.tune.report import markdown, recipe_text, write_artifact, write_files
-from optkit.tune.search import Outcome
 from optkit.tune.settings import Setting
 
 SLO = parse_slo("ttft_p95<650ms@4rps")

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from optkit.bench.slo import parse_slo
 from optkit.tune.journal import Journal
-from optkit.tune.search import Outcome, Search
+from optkit.tune.outcome import Outcome
+from optkit.tune.search import Search
 from optkit.tune.settings import Setting
 from tests.support.tuning_lab import FAST, SLOW, FakeLab, shape
 
@@ -92,7 +93,10 @@ def test_a_recipe_that_misses_its_quality_bound_never_wins(tmp_path: Path) -> No
     found, journal = search(lab, tmp_path / "j", "ttft_p95<700ms@0.5rps", ("ttft-cpu", "baseline"))
     assert found.setting is None or found.setting.recipe == "baseline"
     assert any("crosses its bound" in note for note in found.notes)
-    assert journal.trials["build ttft-cpu"].reason
+    assert journal.trials["build ttft-cpu of 1800 s"].reason
+    again = FakeLab(BOTH, shape(rate=0.5))
+    search(again, tmp_path / "j", "ttft_p95<700ms@0.5rps", ("ttft-cpu", "baseline"))
+    assert again.calls == [], "a failed trial is a finished trial"
 
 
 def test_no_recipe_at_all_is_an_answer(tmp_path: Path) -> None:
@@ -139,6 +143,16 @@ def test_a_killed_search_resumes_to_the_same_end_without_repeating_a_trial(
     assert (found.held, found.setting, found.claim) == (expected.held, expected.setting, expected.claim)
     assert not set(first.calls) & set(second.calls)
     assert sorted(first.calls + second.calls) == sorted(calls)
+
+
+def test_a_larger_budget_goes_on_where_a_smaller_one_ended(tmp_path: Path) -> None:
+    lab = FakeLab(BOTH, shape(rate=1.0, input_len=64))
+    short, _ = search(lab, tmp_path / "j", "ttft_p95<700ms@1rps", tuple(BOTH), 150.0)
+    assert not short.held
+    first = list(lab.calls)
+    found, _ = search(lab, tmp_path / "j", "ttft_p95<700ms@1rps", tuple(BOTH), 1800.0)
+    assert found.held
+    assert not set(first) & set(lab.calls[len(first) :])
 
 
 @pytest.mark.parametrize("budget", [120.0, 300.0, 600.0, 3600.0])
