@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,15 @@ MIXED = ((256, 4), (128, 8), (512, 2))  # (tokens of a chunk, decodes)
 MIXED_CONTEXT = 256
 MOST_ROUNDS = 5
 LEAST_SHAPES = 8  # measured even if the time is over; the fit has six coefficients
+
+SCALES, FINE_SCALES = (0.5, 0.7, 1.4, 2.0), (0.85, 0.95, 1.05, 1.15)
+SMALLEST = {
+    "request": 2e-3,
+    "prompt_token": 3e-5,
+    "step": 5e-4,
+    "row": 2e-4,
+}  # first tries of an overhead of 0
+GAIN = 0.01  # least relative gain of a move
 
 Item = tuple[int, int]  # new tokens, and tokens of context
 
@@ -156,9 +165,47 @@ def overheads(
 ) -> Overheads:
     """The difference between a server and the engine, from measured runs of (clients, requests, records).
 
-    Time per output token: the excess over the simulation is a + b * clients. Time to first token of a single client:
-    the excess is c + d * prompt tokens. All four are at least 0, and from medians: a single slow request counts little.
+    A pattern search: each of the four overheads in turn is scaled and the runs are simulated again, as long as medians
+    of TTFT and time per token, and the length of the runs, come closer to the measured values, by relative errors.
+    The start are two lines: excess time per token over clients, and excess TTFT of a single client over its prompt.
     """
+    targets = [_levels(records) for _, _, records in runs]
+
+    def error(guess: Overheads) -> float:
+        total = 0.0
+        for (clients, requests, _), target in zip(runs, targets, strict=True):
+            found = _levels(simulate(config, costs, requests, clients=clients, overheads=guess).records)
+            total += float(np.sum((np.log(found) - np.log(target)) ** 2))
+        return total
+
+    best = _lines(config, costs, runs)
+    least = error(best)
+    for factors in (SCALES, SCALES, FINE_SCALES):
+        for name, smallest in SMALLEST.items():
+            base = getattr(best, name)
+            for value in {0.0, smallest, *(factor * base for factor in factors)}:
+                guess = replace(best, **{name: value})
+                if (rest := error(guess)) < least * (1 - GAIN):
+                    best, least = guess, rest
+    return best
+
+
+def _levels(records: Sequence[RequestRecord]) -> tuple[float, ...]:
+    """Median TTFT and time per token, and the length of a run, in seconds."""
+    done = [record for record in records if record.ok and record.tokens > 1]
+    if not done:
+        raise UserError("no request of the calibration was answered", where="calibration")
+    ends = [record.done for record in done if record.done is not None]
+    length = max(ends) - min(record.send for record in done)
+    return float(np.median([_ttft(r) for r in done])), float(np.median([_tpot(r) for r in done])), length
+
+
+def _lines(
+    config: SchedulerConfig,
+    costs: StepCosts,
+    runs: Sequence[tuple[int, Sequence[BenchRequest], Sequence[RequestRecord]]],
+) -> Overheads:
+    """A first guess: time per token is over the simulation by a + b * clients, TTFT by c + d * prompt tokens."""
     gaps, firsts = list[tuple[float, float]](), list[tuple[float, float]]()
     for clients, requests, records in runs:
         known = simulate(config, costs, requests, clients=clients).records

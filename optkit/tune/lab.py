@@ -33,7 +33,7 @@ SETTLE = 0.5  # seconds between runs: the threads of the last server go to sleep
 CALIBRATION_SECONDS = 60.0  # of a process that measures for 15 s: loading comes on top
 TAIL = 10.0  # seconds that a run may take longer than its arrivals, at least
 WARM_UPS = 2
-PROBES = ((1, 128, 8, 4), (1, 512, 8, 3), (8, 128, 16, 16))  # (clients, prompt, output, requests) over HTTP
+PROBES = ((1, 128, 8, 4), (1, 512, 8, 3), (8, 128, 16, 24))  # (clients, prompt, output, requests) over HTTP
 Z_975 = 1.959964
 
 Run = Callable[[Setting, RequestSchedule, float], list[RequestRecord]]

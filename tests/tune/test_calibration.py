@@ -96,3 +96,16 @@ def test_overheads_are_found_again(truth: Overheads) -> None:
 def test_a_calibration_is_json() -> None:
     known = Calibration(COSTS, Overheads(0.1), 12.0)
     assert Calibration.from_dict(json.loads(json.dumps(known.to_dict()))) == known
+
+
+def test_an_engine_that_is_slower_beside_a_server_is_predicted_all_the_same() -> None:
+    """Other processes take a quarter of the cores: no overhead by itself, and still within 8 % at another load."""
+    slower = StepCosts(tuple(1.25 * value for value in COSTS.coefficients))
+    runs = []
+    for clients, length, count in ((1, 128, 4), (1, 512, 3), (8, 128, 24)):
+        requests = prompts(count, length, 16)
+        runs.append((clients, requests, simulate(CONFIG, slower, requests, clients=clients).records))
+    found = overheads(CONFIG, COSTS, runs)
+    requests = prompts(30, 256, 16)
+    a = simulate(CONFIG, COSTS, requests, clients=4, overheads=found).seconds
+    assert a == pytest.approx(simulate(CONFIG, slower, requests, clients=4).seconds, rel=0.08)
