@@ -23,6 +23,8 @@ class Outcome:
         against_default: cost of ``setting`` over the default's, measured; None for the default.
         reasons: the reasons for "not shown".
         advice: the part that binds and the single change of most help, for an objective without success.
+        quality: lines on the recipe of ``setting`` against the source model, with intervals and bounds.
+        simulated: values of ``setting`` in the simulation; empty where not simulated.
         notes: ends of phases by the budget, and settings without a trial.
     """
 
@@ -35,4 +37,6 @@ class Outcome:
     against_default: Ratio | None = None
     reasons: list[str] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
+    quality: list[str] = field(default_factory=list)
+    simulated: str = ""
     notes: list[str] = field(default_factory=list)

@@ -78,6 +78,8 @@ def evidence(outcome: Outcome, slo: Slo, shape: Shape) -> list[str]:
             f"{outcome.claim}."
         )
     lines += [f"{reason}." for reason in outcome.reasons]
+    lines += [f"Quality against the source model: {line}." for line in outcome.quality]
+    lines += [f"Simulated before: {outcome.simulated}."] if outcome.simulated else []
     if outcome.setting is not None and outcome.default is not None:
         if outcome.setting == outcome.default:
             lines.append("No option moved: nothing was shown to be better than the default.")

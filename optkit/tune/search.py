@@ -136,6 +136,10 @@ class Search:
         assert self.outcome.setting is not None
         if self.outcome.setting != default:
             self.outcome.against_default = self._ratio(costs, self.outcome.setting, default)
+        self.outcome.quality = self._built(self.outcome.setting.recipe, 0.0).result["quality"]
+        row = self.simulated.get(self.outcome.setting, {})
+        known = "" if row.get("known", True) else ", beyond 90 % load: not known"
+        self.outcome.simulated = f"{row['values']}{known}" if row.get("values") else ""
         if not self.outcome.held:
             self._advise(self.outcome.setting)
         return self.outcome

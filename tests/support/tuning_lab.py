@@ -56,7 +56,7 @@ class FakeLab:
         self.now += min(self.build_seconds, timeout)
         if name in self.broken or self.build_seconds > timeout:
             raise UserError(self.broken.get(name, "not built in time"), where=name)
-        return {"artifact": name, "quality": []}
+        return {"artifact": name, "quality": ["as the source"]}
 
     def calibrate(self, name: str) -> dict[str, object]:
         self.calls.append(f"calibrate {name}")

@@ -43,6 +43,7 @@ def test_a_recipe_that_holds_is_found_where_the_default_misses(tmp_path: Path) -
     assert len(found.orders) == 3 and all(order["requests"] >= 59 for order in found.orders)
     assert found.against_default is not None and found.against_default.is_less
     assert found.claim in [order["values"] for order in found.orders]
+    assert found.quality == ["as the source"] and found.simulated.startswith("ttft_p95")
     seeds = {int(call.split()[-1]) for call in lab.calls if call.startswith("run")}
     assert {seed for seed in seeds if seed >= 2000} and {seed for seed in seeds if seed < 2000}, (
         "fresh prompts"
