@@ -127,9 +127,26 @@ def rank(
             row["measured"] = float("inf") if failed else goal.cost(slo, run(row["setting"], schedule, LIMIT))
         row["setting"] = row["setting"].key
         print(row, flush=True)
-    third = sorted(row["measured"] for row in chosen)[TOP - 1]
-    right = all(row["measured"] <= SAME * third for row in chosen[:TOP])
+    right = is_right([row["measured"] for row in chosen])
     return {"rows": chosen, "right": right, "settings_a_minute": 60 * len(found) / took}
+
+
+def is_right(measured: Sequence[float]) -> bool:
+    """True if the first three of ``measured`` costs are among the three least, or within ``SAME`` of the third.
+
+    Args:
+        measured: in the order of the simulated costs, the least first.
+    """
+    third = sorted(measured)[:TOP][-1]
+    return all(cost <= SAME * third for cost in measured[:TOP])
+
+
+def missed_numbers(row: dict[str, Any]) -> list[str]:
+    """The numbers of a rate with an error above ``BOUND``; none above ``BELOW`` of the capacity."""
+    if row["load"] >= BELOW:
+        return []
+    names = [".".join(path) for path in NUMBERS]
+    return [f"{name} at {row['share']:.0%}" for name in names if not abs(row[name]["error"]) <= BOUND]
 
 
 def main() -> int:
@@ -155,12 +172,7 @@ def main() -> int:
         row = compare(machine, known, share, given.num_prompts, given.seed + number)
         print(json.dumps(row, indent=1), flush=True)
         result["rates"].append(row)
-        if row["load"] < BELOW:
-            missed += [
-                f"{name} at {share:.0%}"
-                for name in (".".join(path) for path in NUMBERS)
-                if not abs(row[name]["error"]) <= BOUND
-            ]
+        missed += missed_numbers(row)
     if given.rank:
         config = machine.scheduler_config(Setting("artifact"))
         probe = at_rate(machine, 1.0, 48, given.seed)
