@@ -127,7 +127,9 @@ class Search:
         racers = self._racers(default)
         costs = self._race("race", racers, default)
         best = self._chosen(costs, default) if costs else self._unraced(racers, default)
-        for setting in dict.fromkeys([best, *self._runners_up(costs, default)]):
+        able = self._runners_up(costs, default)
+        misses = best in costs and _level(costs[best]) > 1  # in the race
+        for setting in dict.fromkeys([*able, best] if misses else [best, *able]):
             if confirm(self, setting):
                 break
             if not self.is_time(f"confirm another than {setting.key}", self.confirm_seconds()):
