@@ -7,6 +7,10 @@ Calibrates the artifact, then serves the same requests at the same arrivals both
 simulated capacity. The bound on TTFT p50, TTFT p95 and output tokens/s below 80 % load is 15 %. ``--rank N`` measures N
 settings, too: the ranking is right where each of the three settings that simulate best is among the three best that
 were measured, or within ``SAME`` of the third. Exit code 1 for a missed bound.
+
+Before and after each run a single client measures the speed of the machine. ``drift`` is the time over the time
+predicted by the calibration, and ``error_without_drift`` the error of a simulation at the speed of the run: the error
+of the simulator apart from the changes of the machine.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +28,7 @@ import numpy as np
 from optkit.bench import workload
 from optkit.bench.environment import environment
 from optkit.bench.metrics import summarize
+from optkit.bench.records import RequestRecord
 from optkit.bench.slo import Load, Slo, parse_slo
 from optkit.bench.workload import RequestSchedule, WorkloadConfig
 from optkit.text.load import load_tokenizer
@@ -30,13 +36,15 @@ from optkit.tune import goal
 from optkit.tune.calibration import Calibration
 from optkit.tune.lab import Machine, Shape
 from optkit.tune.settings import Setting, grid
-from optkit.tune.simulator import capacity, simulate, simulate_rate
+from optkit.tune.simulator import Overheads, capacity, simulate, simulate_rate
+from optkit.tune.step_costs import StepCosts
 
 BOUND = 0.15  # relative
 BELOW = 0.8  # load
 SAME = 1.05  # of the third best measured cost
 TOP = 3
 LIMIT = 300.0  # seconds of a run
+SINGLE = 4  # requests of one client before and after a run, for the drift of the machine
 NUMBERS = (("latency_ms", "ttft", "p50"), ("latency_ms", "ttft", "p95"), ("output_throughput",))
 
 
@@ -79,22 +87,49 @@ def compare(machine: OneArtifact, known: Calibration, share: float, count: int, 
     rate = share * capacity(config, known.costs, probe.requests, known.overheads)
     schedule = at_rate(machine, rate, count, seed)
     simulated = simulate_rate(config, known.costs, schedule.requests, rate, known.overheads)
+    single = workload.build(
+        WorkloadConfig(SINGLE, shape.input_len, shape.output_len, 1, None, 77), machine.ids()
+    )
     with machine.serving([setting]) as (run, failed):
         assert not failed, failed
+        alone = run(setting, single, LIMIT)
         records = run(setting, schedule, LIMIT)
-    a, b = summarize(simulated.records), summarize(records)
+        alone += run(setting, single, LIMIT)
+    expected = simulate(config, known.costs, single.requests, clients=1, overheads=known.overheads).records
+    drift = median_seconds(alone) / median_seconds(expected)
+    at_speed = simulate(
+        config, scaled(known.costs, drift), schedule.requests, overheads=slower(known.overheads, drift)
+    )
+    a, b, c = summarize(simulated.records), summarize(records), summarize(at_speed.records)
     row: dict[str, Any] = {
         "share": share,
         "rate": rate,
         "load": simulated.load,
         "known": simulated.known,
         "requests": count,
+        "drift": drift,
     }
     for path in NUMBERS:
         name = ".".join(path)
         row[name] = {"simulated": at(a, path), "measured": at(b, path)}
         row[name]["error"] = row[name]["simulated"] / row[name]["measured"] - 1
+        row[name]["error_without_drift"] = at(c, path) / row[name]["measured"] - 1
     return row
+
+
+def median_seconds(records: Sequence[RequestRecord]) -> float:
+    """The median time from sending to the end."""
+    return float(np.median([record.done - record.send for record in records if record.done is not None]))
+
+
+def scaled(costs: StepCosts, factor: float) -> StepCosts:
+    """``costs`` of a machine slower by ``factor``."""
+    return StepCosts(tuple(factor * value for value in costs.coefficients))
+
+
+def slower(overheads: Overheads, factor: float) -> Overheads:
+    """``overheads`` of a machine slower by ``factor``."""
+    return Overheads(*(factor * value for value in asdict(overheads).values()))
 
 
 def at_rate(machine: OneArtifact, rate: float, count: int, seed: int) -> RequestSchedule:
