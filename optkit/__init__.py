@@ -5,6 +5,7 @@ The Python API, described in docs/python.md:
 - ``optkit.optimize(model, recipe, out)`` compiles a model by a recipe into an artifact;
 - ``optkit.load(artifact)`` gives an ``LLM`` with ``generate``, ``chat``, ``stream``, ``embed`` and ``logprobs``;
 - ``optkit.bench(artifact)`` measures latency and throughput over HTTP;
+- ``optkit.tune(model, slo)`` finds the recipe and the serve options that hold an objective;
 - ``optkit.recipe(...)`` reads a recipe, or builds a recipe in Python;
 - ``optkit.OptkitError`` is the base of the errors above.
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         TokenScore,
         ToolCall,
     )
+    from optkit.api.tune import TuneReport, tune
     from optkit.errors import EngineError, OptkitError, UnsupportedModel, UserError
     from optkit.recipe.schema import Recipe
 
@@ -54,6 +56,7 @@ __all__ = [
     "TextPiece",
     "TokenScore",
     "ToolCall",
+    "TuneReport",
     "UnsupportedModel",
     "UserError",
     "__version__",
@@ -61,6 +64,7 @@ __all__ = [
     "load",
     "optimize",
     "recipe",
+    "tune",
 ]
 
 MODULES = {  # of public names, below this package
@@ -80,10 +84,11 @@ MODULES = {  # of public names, below this package
             "ToolCall",
         ),
     ),
+    "api.tune": ("TuneReport",),
     "errors": ("EngineError", "OptkitError", "UnsupportedModel", "UserError"),
     "recipe.schema": ("Recipe",),
 }
-PACKAGES = ("bench", "recipe")  # functions, too: optkit.callable_package
+PACKAGES = ("bench", "recipe", "tune")  # functions, too: optkit.callable_package
 
 
 def __getattr__(name: str) -> Any:

@@ -12,9 +12,10 @@ import optkit
 import optkit.recipe.load
 from optkit.api.bench import bench
 from optkit.api.recipe import recipe
+from optkit.api.tune import tune
 
 
-@pytest.mark.parametrize(("name", "function"), [("bench", bench), ("recipe", recipe)])
+@pytest.mark.parametrize(("name", "function"), [("bench", bench), ("recipe", recipe), ("tune", tune)])
 def test_a_package_is_called_like_the_function_of_its_name(name: str, function: object) -> None:
     package = getattr(optkit, name)
     assert package is sys.modules[f"optkit.{name}"]

@@ -124,7 +124,8 @@ PACKAGES = (
         "calibration",
         "artifact",
     ),
-    *("profiling", "runtime", "capture", "evaluation", "passes", "pipeline", "serve", "bench", "plan", "api"),
+    *("profiling", "runtime", "capture", "evaluation", "passes", "pipeline", "serve", "bench", "plan", "tune"),
+    "api",
     "cli",
 )
 

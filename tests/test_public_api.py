@@ -30,7 +30,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = optkit.optimise  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("name", ["optimize", "load", "bench", "recipe"])
+@pytest.mark.parametrize("name", ["optimize", "load", "bench", "recipe", "tune"])
 def test_every_argument_of_a_function_is_in_its_docstring(name: str) -> None:
     function = inspect.unwrap(
         getattr(__import__(f"optkit.api.{'llm' if name == 'load' else name}", fromlist=["x"]), name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -33,17 +34,20 @@ TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
 
 def run_workload(
-    url: str, model: str, workload: RequestSchedule, api_key: str | None = None
+    url: str, model: str, workload: RequestSchedule, api_key: str | None = None, limit: float | None = None
 ) -> list[RequestRecord]:
-    """Send all of ``workload`` to ``url`` (``http://host:port``). Return a record per request, in order."""
-    return run_watched(url, model, workload, api_key)[0]
+    """Send all of ``workload`` to ``url`` (``http://host:port``). Return a record per request, in order.
+
+    ``limit``: seconds from the start after which unfinished requests are cut off and fail; None waits for all.
+    """
+    return run_watched(url, model, workload, api_key, limit)[0]
 
 
 def run_watched(
-    url: str, model: str, workload: RequestSchedule, api_key: str | None = None
+    url: str, model: str, workload: RequestSchedule, api_key: str | None = None, limit: float | None = None
 ) -> tuple[list[RequestRecord], ClientLoad]:
     """``run_workload`` with the client's own load during the run."""
-    return blocking(_run(url, model, workload, api_key))
+    return blocking(_run(url, model, workload, api_key, limit))
 
 
 def blocking(work: Coroutine[Any, Any, Result]) -> Result:
@@ -57,7 +61,7 @@ def blocking(work: Coroutine[Any, Any, Result]) -> Result:
 
 
 async def _run(
-    url: str, model: str, workload: RequestSchedule, api_key: str | None
+    url: str, model: str, workload: RequestSchedule, api_key: str | None, seconds: float | None
 ) -> tuple[list[RequestRecord], ClientLoad]:
     limit = workload.config.max_concurrency or len(workload.requests)
     slots = asyncio.Semaphore(limit)
@@ -70,7 +74,8 @@ async def _run(
         ClientMonitor() as monitor,
     ):
         start = clock()
-        tasks = [_paced(http, model, turns, start, slots) for turns in conversations(workload.requests)]
+        end = math.inf if seconds is None else start + seconds
+        tasks = [_paced(http, model, turns, start, end, slots) for turns in conversations(workload.requests)]
         records = [record for turns in await asyncio.gather(*tasks) for record in turns]
     return sorted(records, key=lambda record: record.index), monitor.measured()
 
@@ -89,21 +94,36 @@ async def _paced(
     model: str,
     turns: Sequence[BenchRequest],
     start: float,
+    end: float,
     slots: asyncio.Semaphore,
 ) -> list[RequestRecord]:
     """Wait for the arrival time and a free slot, then send all turns, each at the end of the turn before.
 
-    The semaphore is first come, first served. A turn is due when the turn before has ended.
+    The semaphore is first come, first served. A turn is due when the turn before has ended. What has no answer at
+    the time ``end`` is cut off.
     """
     due = start + turns[0].arrival
-    await asyncio.sleep(max(0.0, due - clock()))
+    await asyncio.sleep(max(0.0, min(due, end) - clock()))
     records = []
     async with slots:
         for request in turns:
-            record = await send(http, model, request)
+            record = await _send_until(end, http, model, request)
             record.scheduled, due = due, clock()
             records.append(record)
     return records
+
+
+async def _send_until(
+    end: float, http: httpx.AsyncClient, model: str, request: BenchRequest
+) -> RequestRecord:
+    """``send``; a failure where there is no whole answer at the time ``end``."""
+    if end == math.inf:
+        return await send(http, model, request)
+    now = clock()
+    try:
+        return await asyncio.wait_for(send(http, model, request), max(end - now, 0.0))
+    except TimeoutError:
+        return RequestRecord(request.index, now, error="cut off at the end of the time")
 
 
 async def send(http: httpx.AsyncClient, model: str, request: BenchRequest) -> RequestRecord:

@@ -29,6 +29,7 @@ COMMANDS = {
     "serve": "optkit.cli.serve:serve",
     "bench": "optkit.cli.bench:bench",
     "profile": "optkit.cli.profile:profile",
+    "tune": "optkit.cli.tune:tune",
     "inspect": "optkit.cli.inspect:inspect",
     "rebuild": "optkit.cli.rebuild:rebuild",
     "verify": "optkit.cli.verify:verify",

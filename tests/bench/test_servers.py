@@ -128,3 +128,23 @@ def test_model_name():
         assert model_name(url) == "fake"
     with pytest.raises(UserError, match="no OpenAI-compatible server"):
         model_name("http://127.0.0.1:9")
+
+
+KILLED = """
+    import os, signal, sys
+    from optkit.bench.servers import running
+    with running({command!r}, {port}) as url:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux tells a process of its parent's end")
+def test_a_server_ends_when_the_benchmark_is_killed():
+    port = free_port()
+    code = textwrap.dedent(KILLED.format(command=command(port, child="pass"), port=port))
+    done = subprocess.run([sys.executable, "-c", code], timeout=PATIENCE, check=False)
+    assert done.returncode == -signal.SIGKILL
+    end = time.monotonic() + PATIENCE
+    while healthy(f"http://127.0.0.1:{port}") and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not healthy(f"http://127.0.0.1:{port}")

@@ -1,0 +1,229 @@
+"""The simulator of ``optkit tune`` against the real engine, over HTTP.
+
+    python -m bench.simulator artifact/ --save-result bench/results/simulator-NAME.json
+    python -m bench.simulator artifact/ --rank 20
+
+Calibrates the artifact, then serves the same requests at the same arrivals both ways, at several shares of the
+simulated capacity. The bound on TTFT p50, TTFT p95 and output tokens/s below 80 % load is 15 %. ``--rank N`` measures N
+settings, too: the ranking is right where each of the three settings that simulate best is among the three best that
+were measured, or within ``SAME`` of the third. Exit code 1 for a missed bound.
+
+Before and after each run a single client measures the speed of the machine. ``drift`` is the time over the time
+predicted by the calibration, and ``error_without_drift`` the error of a simulation at the speed of the run: the error
+of the simulator apart from the changes of the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from optkit.bench import workload
+from optkit.bench.environment import environment
+from optkit.bench.metrics import summarize
+from optkit.bench.records import RequestRecord
+from optkit.bench.slo import Load, Slo, parse_slo
+from optkit.bench.workload import RequestSchedule, WorkloadConfig
+from optkit.text.load import load_tokenizer
+from optkit.tune import goal
+from optkit.tune.calibration import Calibration
+from optkit.tune.lab import Machine, Shape
+from optkit.tune.settings import Setting, grid
+from optkit.tune.simulator import Overheads, capacity, simulate, simulate_rate
+from optkit.tune.step_costs import StepCosts
+
+BOUND = 0.15  # relative
+BELOW = 0.8  # load
+SAME = 1.05  # of the third best measured cost
+TOP = 3
+LIMIT = 300.0  # seconds of a run
+SINGLE = 4  # requests of one client before and after a run, for the drift of the machine
+NUMBERS = (("latency_ms", "ttft", "p50"), ("latency_ms", "ttft", "p95"), ("output_throughput",))
+
+
+class OneArtifact(Machine):
+    """The machine with one finished artifact, under the name ``artifact``."""
+
+    def __init__(self, artifact: Path, shape: Shape) -> None:
+        super().__init__(
+            str(artifact),
+            {"artifact": str(artifact / "optkit" / "recipe.yaml")},
+            artifact.parent,
+            shape,
+            lambda line: print(line, flush=True),
+        )
+        self._artifact = artifact
+
+    def artifact(self, _name: str) -> Path:
+        return self._artifact
+
+    def ids(self) -> list[int]:
+        self._ids = self._ids or workload.text_ids(load_tokenizer(str(self._artifact)))
+        return self._ids
+
+
+def at(summary: dict[str, Any], path: Sequence[str]) -> float:
+    """The number at ``path`` of a summary."""
+    value: Any = summary
+    for key in path:
+        value = value[key]
+    return float(value)
+
+
+def compare(machine: OneArtifact, known: Calibration, share: float, count: int, seed: int) -> dict[str, Any]:
+    """One rate, simulated and measured: errors by number, relative."""
+    setting, shape = Setting("artifact"), machine.shape
+    config = machine.scheduler_config(setting)
+    probe = workload.build(
+        WorkloadConfig(48, shape.input_len, shape.output_len, None, 1.0, seed), machine.ids()
+    )
+    rate = share * capacity(config, known.costs, probe.requests, known.overheads)
+    schedule = at_rate(machine, rate, count, seed)
+    simulated = simulate_rate(config, known.costs, schedule.requests, rate, known.overheads)
+    single = workload.build(
+        WorkloadConfig(SINGLE, shape.input_len, shape.output_len, 1, None, 77), machine.ids()
+    )
+    with machine.serving([setting]) as (run, failed):
+        assert not failed, failed
+        alone = run(setting, single, LIMIT)
+        records = run(setting, schedule, LIMIT)
+        alone += run(setting, single, LIMIT)
+    expected = simulate(config, known.costs, single.requests, clients=1, overheads=known.overheads).records
+    drift = median_seconds(alone) / median_seconds(expected)
+    at_speed = simulate(
+        config, scaled(known.costs, drift), schedule.requests, overheads=slower(known.overheads, drift)
+    )
+    a, b, c = summarize(simulated.records), summarize(records), summarize(at_speed.records)
+    row: dict[str, Any] = {
+        "share": share,
+        "rate": rate,
+        "load": simulated.load,
+        "known": simulated.known,
+        "requests": count,
+        "drift": drift,
+    }
+    for path in NUMBERS:
+        name = ".".join(path)
+        row[name] = {"simulated": at(a, path), "measured": at(b, path)}
+        row[name]["error"] = row[name]["simulated"] / row[name]["measured"] - 1
+        row[name]["error_without_drift"] = at(c, path) / row[name]["measured"] - 1
+    return row
+
+
+def median_seconds(records: Sequence[RequestRecord]) -> float:
+    """The median time from sending to the end."""
+    return float(np.median([record.done - record.send for record in records if record.done is not None]))
+
+
+def scaled(costs: StepCosts, factor: float) -> StepCosts:
+    """``costs`` of a machine slower by ``factor``."""
+    return StepCosts(tuple(factor * value for value in costs.coefficients))
+
+
+def slower(overheads: Overheads, factor: float) -> Overheads:
+    """``overheads`` of a machine slower by ``factor``."""
+    return Overheads(*(factor * value for value in asdict(overheads).values()))
+
+
+def at_rate(machine: OneArtifact, rate: float, count: int, seed: int) -> RequestSchedule:
+    """``count`` requests at ``rate``."""
+    shape = machine.shape
+    config = WorkloadConfig(count, shape.input_len, shape.output_len, None, rate, seed)
+    return workload.build(config, machine.ids())
+
+
+def rank(
+    machine: OneArtifact, known: Calibration, slo: Slo, settings: int, count: int, seed: int
+) -> dict[str, Any]:
+    """Simulated and measured costs of ``settings`` settings out of the grid, and whether the top three agree."""
+    rate = machine.shape.load.rate
+    assert rate is not None
+    schedule = at_rate(machine, rate, count, seed)
+    rows: list[dict[str, Any]] = []
+    found = grid("artifact", machine.recipe("artifact"), slo)
+    start = time.perf_counter()
+    for setting in found:
+        config = machine.scheduler_config(setting)
+        simulated = simulate(config, known.costs, schedule.requests, overheads=known.overheads)
+        rows.append({"setting": setting, "simulated": goal.cost(slo, simulated.records)})
+    took = time.perf_counter() - start
+    rows.sort(key=lambda row: row["simulated"])
+    places = np.unique(np.linspace(0, len(rows) - 1, settings).round().astype(int))
+    chosen = [rows[place] for place in places]
+    for row in chosen:
+        with machine.serving([row["setting"]]) as (run, failed):
+            row["measured"] = float("inf") if failed else goal.cost(slo, run(row["setting"], schedule, LIMIT))
+        row["setting"] = row["setting"].key
+        print(row, flush=True)
+    right = is_right([row["measured"] for row in chosen])
+    return {"rows": chosen, "right": right, "settings_a_minute": 60 * len(found) / took}
+
+
+def is_right(measured: Sequence[float]) -> bool:
+    """True if the first three of ``measured`` costs are among the three least, or within ``SAME`` of the third.
+
+    Args:
+        measured: in the order of the simulated costs, the least first.
+    """
+    third = sorted(measured)[:TOP][-1]
+    return all(cost <= SAME * third for cost in measured[:TOP])
+
+
+def missed_numbers(row: dict[str, Any]) -> list[str]:
+    """The numbers of a rate with an error above ``BOUND``; none above ``BELOW`` of the capacity."""
+    if row["load"] >= BELOW:
+        return []
+    names = [".".join(path) for path in NUMBERS]
+    return [f"{name} at {row['share']:.0%}" for name in names if not abs(row[name]["error"]) <= BOUND]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("artifact", type=Path)
+    parser.add_argument("--shares", type=float, nargs="*", default=[0.3, 0.5, 0.7], help="of the capacity")
+    parser.add_argument("--num-prompts", type=int, default=60)
+    parser.add_argument("--input-len", type=int, default=256)
+    parser.add_argument("--output-len", type=int, default=32)
+    parser.add_argument("--rank", type=int, default=0, help="settings to measure")
+    parser.add_argument("--rank-share", type=float, default=0.6, help="load of the ranking")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save-result", type=Path)
+    given = parser.parse_args()
+    machine = OneArtifact(given.artifact, Shape(given.input_len, given.output_len, Load(rate=1.0)))
+    known = Calibration.from_dict(machine.calibrate("artifact"))
+    print(known, flush=True)
+    result: dict[str, Any] = {"environment": environment(), "calibration": known.to_dict(), "rates": []}
+    missed = []
+    for number, share in enumerate(given.shares):
+        row = compare(machine, known, share, given.num_prompts, given.seed + number)
+        print(json.dumps(row, indent=1), flush=True)
+        result["rates"].append(row)
+        missed += missed_numbers(row)
+    if given.rank:
+        config = machine.scheduler_config(Setting("artifact"))
+        probe = at_rate(machine, 1.0, 48, given.seed)
+        rate = given.rank_share * capacity(config, known.costs, probe.requests, known.overheads)
+        machine.shape = Shape(given.input_len, given.output_len, Load(rate=rate))
+        slo = parse_slo(f"ttft_p95<{500}ms,tpot_p95<{50}ms")
+        result["ranking"] = rank(machine, known, slo, given.rank, given.num_prompts, given.seed)
+        print("ranking right:", result["ranking"]["right"], flush=True)
+        missed += [] if result["ranking"]["right"] else ["ranking"]
+    if given.save_result:
+        given.save_result.parent.mkdir(parents=True, exist_ok=True)
+        given.save_result.write_text(json.dumps(result, indent=1) + "\n")
+    for line in missed:
+        print("MISSED", line)
+    return bool(missed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,100 @@
+"""Seconds of a step of an artifact on the machine at hand, fitted to measured steps.
+
+    seconds = a + b * few + c * more + d * rows + e * prefill pairs + f * decode context
+
+``few`` are the tokens of a step up to ``FEW_TOKENS``, where a CPU waits for the weights, and ``more`` the tokens
+beyond, where arithmetic decides. ``rows`` are rows of logits. A pair of (query, key) costs less in a prompt, where a
+key read once serves many queries, than in a decode, which reads all keys for a single query: two coefficients.
+
+The engine's own ``CostModel`` has four coefficients, because the model learns while serving. The simulator keeps the
+``CostModel`` inside the scheduler, as a server does, and takes the time of a step from here.
+
+The fit minimizes relative errors, with no coefficient below zero. Six coefficients have 64 subsets, so the best fit is
+found by trying each.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from optkit.runtime.types import ScheduledRequest
+
+FEW_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """The features of a step by which the time is predicted."""
+
+    tokens: int = 0
+    rows: int = 0
+    prefill_pairs: float = 0.0
+    decode_context: int = 0
+
+    @property
+    def features(self) -> tuple[float, ...]:
+        few = min(self.tokens, FEW_TOKENS)
+        return (1.0, few, self.tokens - few, self.rows, self.prefill_pairs, self.decode_context)
+
+
+def step_shape(items: Iterable[ScheduledRequest]) -> StepShape:
+    """The shape of a step with ``items``. An item with a draft counts as a decode."""
+    tokens, rows, pairs, context = 0, 0, 0.0, 0
+    for item in items:
+        tokens += item.num_new
+        rows += item.num_logits
+        before = item.request.num_computed
+        if item.num_new == 1 + len(item.draft):
+            context += item.num_new * before
+        else:
+            pairs += item.num_new * (before + item.num_new / 2)
+    return StepShape(tokens, rows, pairs, context)
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Fitted coefficients, and how far the fit is from the measured steps.
+
+    Attributes:
+        coefficients: seconds for each of ``StepShape.features``.
+        error: the median relative error of the fit.
+        worst: the largest relative error.
+    """
+
+    coefficients: tuple[float, ...]
+    error: float = 0.0
+    worst: float = 0.0
+
+    def seconds(self, shape: StepShape) -> float:
+        """The predicted time of a step."""
+        return sum(a * b for a, b in zip(self.coefficients, shape.features, strict=True))
+
+
+def fit(samples: Sequence[tuple[StepShape, float]]) -> StepCosts:
+    """The best fit to ``samples`` of (shape, seconds).
+
+    Raises:
+        ValueError: no samples, or a time of 0 or less.
+    """
+    if not samples or min(seconds for _, seconds in samples) <= 0:
+        raise ValueError("a fit needs steps with positive times")
+    seconds = np.array([s for _, s in samples])
+    features = np.array([shape.features for shape, _ in samples]) / seconds[:, None]
+    scale = np.maximum(np.abs(features).max(axis=0), 1e-300)
+    columns, target = features / scale, np.ones(len(samples))
+    best, least = np.zeros(features.shape[1]), float(np.inf)
+    for size in range(1, features.shape[1] + 1):
+        for chosen in itertools.combinations(range(features.shape[1]), size):
+            part = columns[:, chosen]
+            found, *_ = np.linalg.lstsq(part, target, rcond=1e-10)
+            rest = float(np.sum((part @ found - target) ** 2))
+            if found.min() >= 0 and rest < least - 1e-12:
+                best, least = np.zeros(features.shape[1]), rest
+                best[list(chosen)] = found
+    errors = np.abs(columns @ best - target)
+    values = tuple(float(value) for value in best / scale)
+    return StepCosts(values, float(np.median(errors)), float(errors.max()))

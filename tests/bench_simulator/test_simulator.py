@@ -1,0 +1,47 @@
+"""The verdicts of the comparison of simulator and engine."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from bench.simulator import NUMBERS, at, is_right, median_seconds, missed_numbers, scaled, slower
+from optkit.bench.records import RequestRecord
+from optkit.tune.simulator import Overheads
+from optkit.tune.step_costs import StepCosts
+
+
+@pytest.mark.parametrize(
+    ("measured", "right"),
+    [
+        ([1.0, 2.0, 3.0, 4.0, 5.0], True),
+        ([3.0, 1.0, 2.0, 4.0, 5.0], True),
+        ([1.0, 2.0, 4.0, 3.0, 5.0], False),
+        ([1.0, 2.0, 3.1, 3.0, 5.0], True),  # as good as the third
+        ([1.0, 2.0, math.inf, 3.0, 5.0], False),
+        ([1.0, 2.0], True),
+    ],
+)
+def test_a_ranking_is_right_where_its_top_three_are_among_the_three_best(
+    measured: list[float], right: bool
+) -> None:
+    assert is_right(measured) is right
+
+
+def row(load: float, error: float) -> dict[str, object]:
+    return {"share": load, "load": load} | {".".join(path): {"error": error} for path in NUMBERS}
+
+
+def test_errors_count_below_four_fifths_of_the_capacity() -> None:
+    assert len(missed_numbers(row(0.7, -0.16))) == len(NUMBERS)
+    assert len(missed_numbers(row(0.7, math.nan))) == len(NUMBERS)
+    assert missed_numbers(row(0.7, 0.14)) == missed_numbers(row(0.85, 0.9)) == []
+    assert at({"a": {"b": 2}}, ("a", "b")) == 2.0
+
+
+def test_drift_slows_all_parts_of_the_costs_alike() -> None:
+    assert scaled(StepCosts((1.0, 2.0)), 1.5).coefficients == (1.5, 3.0)
+    assert slower(Overheads(1.0, 2.0, 3.0, 4.0), 2.0) == Overheads(2.0, 4.0, 6.0, 8.0)
+    done = [RequestRecord(0, 1.0, done=3.0), RequestRecord(1, 1.0, done=2.0), RequestRecord(2, 1.0)]
+    assert median_seconds(done) == 1.5

@@ -1,0 +1,56 @@
+"""The quality of a candidate, builds that end in time, and the shape of the load."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import pytest
+
+from optkit.bench.slo import Load
+from optkit.errors import UserError
+from optkit.recipe.schema import Accept
+from optkit.tune.lab import Shape, _command, quality
+
+ACCEPT = Accept(max_kld=0.01, min_top1=0.97)
+
+
+def report(kl: float, kl_error: float, top1: float = 0.98, top1_error: float = 0.001) -> dict[str, object]:
+    return {
+        "quality": {
+            "kl_mean": {"value": kl, "stderr": kl_error},
+            "top1_agreement": {"value": top1, "stderr": top1_error},
+        }
+    }
+
+
+def test_a_quality_interval_inside_its_bounds_passes() -> None:
+    lines, crossed = quality(report(0.005, 0.001), ACCEPT)
+    assert crossed == [] and len(lines) == 2 and "bound 0.01" in lines[0]
+    assert quality(report(9.0, 1.0), Accept())[1] == []
+    assert quality(None, ACCEPT)[1] == []
+
+
+@pytest.mark.parametrize(
+    "whole",
+    [report(0.009, 0.001), report(0.02, 0.0), report(0.001, 0.0, 0.971, 0.001), report(float("nan"), 0.0)],
+)
+def test_a_quality_interval_that_crosses_a_bound_is_out_though_the_value_may_be_inside(whole: dict) -> None:
+    assert quality(whole, ACCEPT)[1]
+
+
+def test_a_build_is_ended_at_its_time_and_a_failure_has_the_last_words() -> None:
+    start = time.monotonic()
+    with pytest.raises(UserError, match="not built within 0 s"):
+        _command([sys.executable, "-c", "import time; time.sleep(60)"], 0.3, "recipe x")
+    assert time.monotonic() - start < 20
+    with pytest.raises(UserError, match="recipe x: no such thing"):
+        _command([sys.executable, "-c", "import sys; sys.exit('no such thing')"], 30, "recipe x")
+    _command([sys.executable, "-c", ""], 30, "recipe x")
+
+
+def test_the_load_decides_arrivals_and_duration() -> None:
+    open_, closed = Shape(8, 2, Load(rate=4.0)), Shape(8, 2, Load(clients=3))
+    assert open_.duration(60) == 15.0 and closed.duration(60) == 0.0
+    assert (open_.config(5, 7).request_rate, open_.config(5, 7).max_concurrency) == (4.0, None)
+    assert (closed.config(5, 7).request_rate, closed.config(5, 7).max_concurrency) == (None, 3)
