@@ -114,6 +114,7 @@ PACKAGES = (
     ),
     *(
         "machine",
+        "pages",
         "recipes",
         "recipe",
         "text",
@@ -124,7 +125,7 @@ PACKAGES = (
         "calibration",
         "artifact",
     ),
-    *("runtime", "capture", "evaluation", "passes", "pipeline", "serve", "bench", "api", "cli"),
+    *("runtime", "capture", "evaluation", "passes", "pipeline", "serve", "bench", "report", "api", "cli"),
 )
 
 
