@@ -115,17 +115,22 @@ def problems(bench: Bench) -> list[str]:
 
 
 def workload_text(result: BenchResult) -> str:
-    """``512 tokens in, 16 out, 3 requests a round, 1 at a time``; of a load with unlike prompts the range."""
-    records = [record for turn in result.turns for record in turn.records]
+    """``512 tokens in, 16 out, 1 at a time, 3 rounds of 8 requests``"""
     config = result.config
-    prompts = spread_text([r.prompt_tokens for r in records if r.prompt_tokens] or [config.input_len])
-    outputs = spread_text([r.tokens for r in records if r.tokens] or [config.output_len])
     rate = f"{number(config.request_rate)} requests/s" if config.request_rate else None
     clients = f"{config.max_concurrency} at a time" if config.max_concurrency else None
     load = ", ".join(filter(None, (rate, clients)))
     rounds = len({turn.round for turn in result.turns})
     plural = "round" if rounds == 1 else "rounds"
-    return f"{prompts} tokens in, {outputs} out, {load}, {rounds} {plural} of {config.num_prompts} requests"
+    return f"{lengths_text(result)}, {load}, {rounds} {plural} of {config.num_prompts} requests"
+
+
+def lengths_text(result: BenchResult) -> str:
+    """``512 tokens in, 16 out``; of requests with unlike lengths the ranges."""
+    records = [record for turn in result.turns for record in turn.records]
+    prompts = spread_text([r.prompt_tokens for r in records if r.prompt_tokens] or [result.config.input_len])
+    outputs = spread_text([r.tokens for r in records if r.tokens] or [result.config.output_len])
+    return f"{prompts} tokens in, {outputs} out"
 
 
 def spread_text(values: Sequence[int]) -> str:
@@ -163,10 +168,14 @@ def bench_cards(bench: Bench) -> list[Card]:
 
 
 def prompt_series(benches: Sequence[Bench]) -> list[Series]:
-    """The median time to first token by prompt length, a series for each side; without prompts from a cache."""
+    """The median time to first token by prompt length, a series for each side; without prompts from a cache.
+
+    Where there are results with a request at a time, the others are left out: their times are those of queues.
+    """
     found: dict[str, dict[int, list[float]]] = {}
     styles = side_styles(benches)
-    for bench in benches:
+    alone = [bench for bench in benches if bench.result.config.max_concurrency == 1]
+    for bench in alone or benches:
         for turn in bench.result.turns:
             for record in turn.records:
                 tokens = record.prompt_tokens or bench.result.config.input_len
@@ -192,18 +201,31 @@ def binned(by_tokens: dict[int, list[float]]) -> list[tuple[float, float]]:
 
 
 def throughput_body(benches: Sequence[Bench], styles: dict[str, int]) -> list[Markup]:
-    """A point for each result and side, joined in the order of the load; empty for a single load."""
-    charts = []
-    for key, percentile, title in (("ttft", "p50", "TTFT"), ("ttft", "p95", "TTFT"), ("tpot", "p50", "TPOT")):
-        series = [
-            Series(side, points, style)
-            for side, style in styles.items()
-            if (points := list(load_points(benches, side, ("latency_ms", key, percentile))))
-        ]
-        if max((len(one.points) for one in series), default=0) > 1:
-            label = f"{title} {percentile}, ms"
-            charts.append(xy_chart(f"{label[:-4]} against throughput", "output tokens/s", label, series))
-    return [chart for chart in [grid(charts)] if chart]
+    """A point for each load, joined in their order; empty where no two results differ in the load alone."""
+    kinds: dict[str, list[Bench]] = {}
+    for bench in benches:
+        kinds.setdefault(lengths_text(bench.result), []).append(bench)
+    body = []
+    for kind, same in kinds.items():
+        if len(same) > 1:
+            charts = [
+                throughput_chart(same, styles, *of)
+                for of in (("ttft", "p50"), ("ttft", "p95"), ("tpot", "p50"))
+            ]
+            body += [element("h3", kind), grid(charts)]
+    return [part for part in body if part]
+
+
+def throughput_chart(
+    benches: Sequence[Bench], styles: dict[str, int], metric: str, percentile: str
+) -> Markup:
+    series = [
+        Series(side, points, style)
+        for side, style in styles.items()
+        if (points := list(load_points(benches, side, ("latency_ms", metric, percentile))))
+    ]
+    title = f"{metric.upper()} {percentile}"
+    return xy_chart(f"{title} against throughput", "output tokens/s", f"{title}, ms", series)
 
 
 def load_points(benches: Sequence[Bench], side: str, path: tuple[str, ...]) -> Iterator[tuple[float, float]]:

@@ -94,6 +94,10 @@ def test_throughput_against_latency_has_a_point_for_each_load_in_its_order() -> 
     assert [latency for _, latency in points] == pytest.approx([10, 20, 40])
     (section,) = [section for section in bench_sections(loads) if section.key == "throughput"]
     assert len(re.findall("<figure>", "".join(section.body))) == 3
+    longer = Bench("longer", bench_result({"optkit": [[record(0, 0.1, prompt=999)]]}))
+    for benches in ([loads[0], longer], [longer]):  # other prompts are no other load
+        (section,) = [section for section in bench_sections(benches) if section.key == "throughput"]
+        assert not section.body
 
 
 def test_times_by_prompt_length_leave_cached_prompts_out() -> None:
@@ -102,6 +106,17 @@ def test_times_by_prompt_length_leave_cached_prompts_out() -> None:
     (series,) = prompt_series([Bench("b", bench_result({"optkit": [records]}))])
     assert list(series.points) == [(129.0, pytest.approx(200)), (512.0, pytest.approx(900))]
     assert binned({}) == []
+
+
+def test_times_by_prompt_length_are_those_without_a_queue_where_there_are_any() -> None:
+    alone = Bench("a", bench_result({"optkit": [[record(0, 0.1, prompt=128)]]}))
+    queued = Bench(
+        "b", bench_result({"optkit": [[record(0, 9.0, prompt=256)]]}, WorkloadConfig(max_concurrency=8))
+    )
+    (series,) = prompt_series([alone, queued])
+    assert [tokens for tokens, _ in series.points] == [128]
+    (series,) = prompt_series([queued])
+    assert [tokens for tokens, _ in series.points] == [256]
 
 
 def test_a_busy_machine_and_stored_problems_are_named() -> None:

@@ -37,7 +37,7 @@ def sample(folder: Path) -> Sources:
     run = RunRecord(run.passes, run.whole, candidates, notes=[LONG])
     benches = []
     for load in (1, 2, 3):
-        own = [[record(i, 0.1 * load + 0.001 * i, prompt=100 * load, ttft_details=PARTS) for i in range(60)]]
+        own = [[record(i, 0.1 * load + 0.001 * i, prompt=100, ttft_details=PARTS) for i in range(60)]]
         sides = {"optkit": own, "baseline": [[record(i, 0.9, tpot=0.05) for i in range(60)]], LONG: own}
         benches.append(Bench(f"load {load}", bench_result(sides)))
     return Sources(report(run, model=LONG), benches, [read_eval(evaluation(folder))])
@@ -154,12 +154,13 @@ def test_paper_shows_closed_parts_and_no_navigation(page: Page) -> None:
 def test_pictures(page: Page, tmp_path: Path) -> None:
     folder = Path(os.environ.get("OPTKIT_SCREENSHOTS") or tmp_path)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, width, height, scheme, section in (
-        ("report-wide", WIDE, 1500, "light", "latency"),
-        ("report-phone", PHONE, 1500, "dark", "latency"),
+    last = "[...document.querySelectorAll('#latency .charts')].at(-1)"
+    for name, width, height, scheme in (
+        ("report-wide", WIDE, 1260, "light"),
+        ("report-phone", PHONE, 1260, "dark"),
     ):
         page.show_as(width, scheme=scheme)
-        top = page.evaluate(f"document.getElementById('{section}').getBoundingClientRect().top + scrollY")
+        top = page.evaluate(f"{last}.getBoundingClientRect().top + scrollY")
         picture = page.screenshot(width, height, top)
         assert picture[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", picture[16:24]) == (width, height)
         (folder / f"{name}.png").write_bytes(picture)
