@@ -57,7 +57,7 @@ def eval_command(
     """Measure quality: perplexity, and with --against also KL divergence and top-1 agreement.
 
     An artifact runs through the serving runtime: paged KV cache, chunked prefill, two sequences a batch, the last
-    tokens of each window decoded one by one. For a URL, the server must return log probabilities of prompts
+    tokens of each window decoded in single steps. For a URL, the server must return log probabilities of prompts
     (/v1/completions with echo and logprobs: vLLM, optkit serve); the KL divergence is then a lower bound. The text is
     read in windows of 512 tokens. No pass reads the default text.
 
@@ -167,7 +167,7 @@ def _variants(candidate: Any) -> dict[str, Any]:
 def _greedy(
     reference: Any, candidates: dict[str, Any], windows: list[list[int]], count: int, progress: Any
 ) -> dict[str, GreedyReport]:
-    """Greedy continuations compared, by variant; empty where a side has none, or no room for them."""
+    """Greedy continuations compared, by variant; empty where a side can't continue prompts, or has no room."""
     from optkit.evaluation.greedy import GreedySource, compare_greedy, prompts_of
 
     prompts = prompts_of(windows)

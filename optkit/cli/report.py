@@ -31,11 +31,11 @@ def report(
         typer.Option(help="Markdown to write for a pull request, the verdict first; - is stdout."),
     ] = None,
 ) -> None:
-    """Write one page on a result: passes, latencies, roofline, memory, quality, environment.
+    """Write a page on a result: passes, latencies, roofline, memory, quality, environment.
 
-    The page is a single HTML file without scripts, which fetches nothing: mail it, print it, read it on a phone.
-    Without --bench and --eval it has what optkit optimize wrote into the artifact's own report.html. Each chart has
-    its numbers as a table. Parts without data are left out, and the page ends with the commands that give them.
+    The page is a single HTML file without scripts and fetched parts, for mail, paper and phones. Without --bench and
+    --eval the content is that of report.html in the artifact, written by optkit optimize. Below each chart is a table
+    of the numbers. Parts without data are left out; the last lines of the page are the commands for the data.
 
     With benchmarks: latency distributions by side, time to first token against prompt length over the roofline floor,
     throughput against latency, and the parts of each time to first token. With an evaluation: divergence by position

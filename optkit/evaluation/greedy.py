@@ -19,21 +19,21 @@ PROMPT_TOKENS = 64  # of a window's beginning, at most half of the window
 
 @runtime_checkable
 class GreedySource(Protocol):
-    """A model that continues prompts."""
+    """A model for continuations of prompts."""
 
     def greedy(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-        """``count`` tokens after each prompt, each the most likely one; prompts have equal lengths."""
+        """``count`` tokens after each prompt, the most likely token each time; prompts have equal lengths."""
         ...
 
 
 @dataclass(frozen=True)
 class GreedyReport:
-    """The equal beginnings of the continuations by a candidate and by its reference.
+    """The equal beginnings of the continuations by a candidate and by the reference.
 
     Attributes:
         prompt_tokens: length of each prompt.
         tokens: length of the continuations.
-        lengths: equal tokens of each prompt's continuations; ``tokens`` where they do not differ.
+        lengths: equal tokens of each prompt's continuations; ``tokens`` without a difference.
     """
 
     prompt_tokens: int

@@ -272,9 +272,9 @@ class _Totals:
 
 
 def by_position(kl: Sequence[Tensor], same: Sequence[Tensor]) -> tuple[PositionScore, ...]:
-    """Scores by position, from those of each window: the first ``FIRST_POSITIONS``, as many again, and so on.
+    """Scores by position, from the scores of each window: the first ``FIRST_POSITIONS``, as many again, and so on.
 
-    A divergence that grows with the position is one of long contexts: of the KV cache, or of attention.
+    A growth with the position points to long contexts: to the KV cache, or to attention.
     """
     longest, first, last = max(map(len, kl)), 0, FIRST_POSITIONS - 1
     scores = []

@@ -21,7 +21,7 @@ Count = Annotated[int, Field(ge=0, le=1 << 40)]
 
 
 class EstimateEntry(PartSchema):
-    """A mean with its standard error; None where the number is not finite."""
+    """A mean with the standard error; None for NaN and infinity."""
 
     value: float | None
     stderr: float | None = None
@@ -45,7 +45,7 @@ class GreedyEntry(PartSchema):
 
 
 class Quality(PartSchema):
-    """A quality report, of one variant."""
+    """A quality report of a variant."""
 
     windows: Count
     tokens: Count
@@ -64,7 +64,7 @@ class Quality(PartSchema):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Quality by variant, under the empty name for a single one; ``environment`` of the run, if known."""
+    """Quality by variant, under the empty name for a single variant; ``environment`` of the run, if known."""
 
     model: str
     against: str | None

@@ -28,7 +28,7 @@ class Axis:
         return min(1.0, max(0.0, (value - low) / (high - low)))
 
     def shows(self, value: float) -> bool:
-        """True for a finite value, and on a logarithmic axis a positive one."""
+        """True for a finite value, on a logarithmic axis a positive value."""
         return math.isfinite(value) and (value > 0 or not self.log)
 
     def ticks(self) -> list[float]:
@@ -42,7 +42,7 @@ def axis_of(
     """An axis with room for all finite ``values``; None without any.
 
     Args:
-        log: a logarithmic axis; None takes one where values span more than ``LOG_FROM``.
+        log: a logarithmic axis; None decides for a logarithm where values span more than ``LOG_FROM``.
         zero: begin a linear axis at 0.
     """
     finite = [value for value in values if math.isfinite(value)]
@@ -70,7 +70,7 @@ def linear_ticks(low: float, high: float) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 of each power of ten, or fewer over many powers; round numbers where even those are rare."""
+    """1, 2 and 5 of each power of ten, or fewer over many powers; round numbers over a short range."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     choices: Sequence[Sequence[float]] = (
         [digit * 10.0**power for power in range(first, last + 1) for digit in (1, 2, 5)],

@@ -1,4 +1,4 @@
-"""HTML elements, with every plain text escaped: only ``Markup`` enters a page as it is."""
+"""HTML elements, with every plain text escaped: only ``Markup`` enters a page unchanged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ VOID = {"meta"}
 
 
 class Markup(str):
-    """Text in HTML, made by the functions of this package alone."""
+    """Text in HTML, made by the functions of ``optkit.pages`` alone."""
 
     __slots__ = ()
 
@@ -17,7 +17,7 @@ class Markup(str):
 def tag(name: str, /, *children: str | None, **attributes: str | float | None) -> Markup:
     """An element. Plain children and all attributes are escaped; None is left out.
 
-    Underscores in names of attributes are hyphens (``stroke_width``), at the end they are dropped (``class_``).
+    Underscores in names of attributes become hyphens; an underscore at the end is dropped (``class_``).
     """
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{attribute(value)}"'
@@ -45,7 +45,7 @@ def element(name: str, text: str, css: str = "") -> Markup:
 
 
 def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> Markup:
-    """A table; a cell is plain text or ``Markup``. The first column heads its row."""
+    """A table; a cell is plain text or ``Markup``. The first column heads the row."""
     head = tag("tr", *(tag("th", cell, scope="col") for cell in header))
     lines = [tag("tr", *(tag("td", cell) for cell in row)) for row in rows]
     title = tag("caption", caption) if caption else None
@@ -53,7 +53,7 @@ def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: st
 
 
 def wide_table(header: Sequence[str], rows: Iterable[Sequence[str]], label: str) -> Markup:
-    """A table that scrolls by itself where the page is narrower; ``label`` names it for screen readers."""
+    """A table with a scroll bar of the table alone on narrow pages; ``label`` is the name for screen readers."""
     return tag(
         "div", html_table(header, rows), class_="scroll", role="region", aria_label=label, tabindex="0"
     )
@@ -62,7 +62,7 @@ def wide_table(header: Sequence[str], rows: Iterable[Sequence[str]], label: str)
 def prose_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Markup:
     """A table with sentences; a phone shows each row as a block, each cell behind the heading of its column.
 
-    The roles keep it a table for screen readers in both forms.
+    By the roles, screen readers find a table in both forms.
     """
     head = tag("tr", *(tag("th", cell, scope="col", role="columnheader") for cell in header), role="row")
     lines = [
@@ -87,5 +87,5 @@ def items(texts: Iterable[str], css: str = "") -> Markup:
 
 
 def details(summary: str, *children: str) -> Markup:
-    """A part that a click or the Enter key opens; paper shows it open."""
+    """A part opened by a click or the Enter key; open on paper."""
     return tag("details", tag("summary", summary), *children)

@@ -70,8 +70,8 @@ class Section:
 
     Attributes:
         key: the anchor, of lower-case letters.
-        body: the content; a section without is left out.
-        missing: a line for the end of the page in that case: the command that gives the content.
+        body: the content; an empty section is left out.
+        missing: a line for the end of the page in place of an empty section: the command with the content.
     """
 
     key: str
@@ -82,7 +82,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Card:
-    """A number at the top of a page. ``mood`` is ``good``, ``bad`` or empty, beside words that say the same."""
+    """A number at the top of a page. ``mood`` is ``good``, ``bad`` or empty, beside words of the same meaning."""
 
     name: str
     value: str

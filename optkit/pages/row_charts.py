@@ -1,6 +1,6 @@
 """Charts with a row for each subject: distributions, stacked bars, pairs of numbers.
 
-Names stand above their rows, so long names need no margin. Numbers that are not finite are left out; a chart without
+Names stand above their rows, so long names need no margin. Infinite numbers and NaN are left out; a chart without
 finite numbers is empty.
 """
 
@@ -49,7 +49,7 @@ class Samples:
 def distribution_chart(title: str, label: str, rows: Sequence[Samples], note: str = "") -> Markup:
     """Each sample as a dot, with a bar between the quartiles, and ticks at median and p95.
 
-    With fewer than ``ENOUGH_FOR_P95`` samples the largest one stands in for the p95, and is called so.
+    With fewer than ``ENOUGH_FOR_P95`` samples the largest sample stands in for the p95, by the name max.
     """
     kept = [Samples(row.name, [v for v in row.values if isfinite(v)], row.style) for row in rows]
     kept = [row for row in kept if row.values]
@@ -95,7 +95,7 @@ def jitter(index: int) -> float:
 
 
 def row_heading(y: float, name: str, told: str) -> list[Markup]:
-    """The name of a row at the left, its numbers at the right."""
+    """The name of a row at the left, the numbers at the right."""
     room = WIDTH - 2 * EDGE - LETTER * (len(told) + 2)
     return [text(EDGE, y, shortened(name, room, BOLD_LETTER), css="name"), text(WIDTH - EDGE, y, told, "end")]
 
@@ -121,7 +121,7 @@ def bottom_axis(axis: Axis, y: float) -> Iterator[Markup]:
 
 @dataclass(frozen=True)
 class Bar:
-    """A row of parts in the order of the legend; ``told`` is the text at its right."""
+    """A row of parts in the order of the legend; ``told`` is the text at the right."""
 
     name: str
     parts: Sequence[float]
@@ -165,7 +165,7 @@ def segments(axis: Axis, bar: Bar, y: float, numbered: bool) -> Iterator[Markup]
 
 @dataclass(frozen=True)
 class Pair:
-    """Two numbers of a row; None for a number that is not known."""
+    """Two numbers of a row; None for an unknown number."""
 
     name: str
     first: float | None

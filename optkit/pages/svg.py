@@ -1,8 +1,8 @@
 """The parts of charts as inline SVG: frame, texts, markers, legends, and the table of the numbers.
 
-A chart is ``WIDTH`` units wide, as wide as a phone shows at full size, and wider screens set several beside one
-another. Series differ in colour, marker and dash, never in colour alone. Each chart has its numbers as a table below,
-for screen readers, for paper, and for exact values.
+A chart is ``WIDTH`` units wide, as wide as a phone shows at full size, and wider screens have several columns. Series
+differ in colour, marker and dash, never in colour alone. Below each chart is a table of the numbers, for screen
+readers, for paper, and for exact values.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Numbers:
 
 
 def figure(title: str, height: float, parts: Iterable[Markup], numbers: Numbers, note: str = "") -> Markup:
-    """A chart with title, and the table of its numbers behind a click."""
+    """A chart with title, and the table of the numbers behind a click."""
     told = (
         f"{title}. {note} The numbers are in the table below."
         if note
@@ -55,7 +55,7 @@ def figure(title: str, height: float, parts: Iterable[Markup], numbers: Numbers,
 
 
 def grid(charts: Iterable[Markup]) -> Markup:
-    """Charts beside one another, as the width allows; empty charts are left out."""
+    """Charts in columns, as the width allows; empty charts are left out."""
     shown = [chart for chart in charts if chart]
     return tag("div", *shown, class_="charts") if shown else Markup("")
 

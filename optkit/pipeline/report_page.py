@@ -160,7 +160,7 @@ def quality_by_variant(record: PassRecord) -> dict[str, dict[str, Any]]:
 def passes_section(
     report: Mapping[str, Any], passes: Sequence[PassRecord], whole: PassRecord | None
 ) -> Section:
-    """What each pass did, predicted and measured; then each pass in full."""
+    """The work of each pass, predicted and measured; then each pass in full."""
     measured = [*passes, *([whole] if whole else [])]
     disturbed = disturbed_sentence(measured)
     body = [

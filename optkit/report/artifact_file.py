@@ -1,4 +1,4 @@
-"""The report of an artifact as data, with what an artifact of an earlier version did not store."""
+"""The report of an artifact as data, completed for artifacts of earlier versions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from optkit.pipeline.report_schema import PageFile
 def artifact_report(directory: Path) -> dict[str, Any]:
     """report.json of the artifact in ``directory``, after a check of all hashes.
 
-    The floor and the memory plan come from the graph where the file has none.
+    Without floor and memory plan in the file, both come from the graph.
 
     Raises:
         UserError: no artifact, a damaged one, or no report.
@@ -29,7 +29,7 @@ def artifact_report(directory: Path) -> dict[str, Any]:
 
 
 def computed_facts(artifact: Any, target: dict[str, Any]) -> dict[str, Any]:
-    """``report_facts`` of an artifact's graph on the machine that made it; empty where the target is not whole."""
+    """``report_facts`` of an artifact's graph on the machine of ``target``; empty where the target is incomplete."""
     from optkit.machine.target import Target
     from optkit.pipeline.report_facts import facts
 

@@ -118,10 +118,10 @@ class BenchFile(PartSchema):
 
 @dataclass(frozen=True)
 class Bench:
-    """A result with the name of its file.
+    """A result with the name of the file.
 
     Attributes:
-        problems: reasons against the numbers, as the benchmark found them.
+        problems: reasons against the numbers, as found by the benchmark.
     """
 
     name: str
@@ -171,7 +171,7 @@ def turn_of(entry: TurnEntry) -> Turn:
 
 
 def config_of(given: dict[str, Any], entry: WorkloadEntry) -> WorkloadConfig:
-    """The workload; numbers that a load of another kind lacks have the defaults."""
+    """The workload; missing numbers of other kinds of loads have the defaults."""
     checked = {name: value for name, value in dict(entry).items() if name in given and name in CONFIG_FIELDS}
     return WorkloadConfig(
         **{name: value for name, value in checked.items() if value is not None or name in NULLABLE}

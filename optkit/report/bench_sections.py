@@ -104,7 +104,7 @@ def warnings(bench: Bench) -> list[Markup]:
 
 
 def problems(bench: Bench) -> list[str]:
-    """The stored problems, and each turn that began on a busy machine."""
+    """The stored problems, and each turn begun on a busy machine."""
     cores = bench.result.environment.get("cores")
     loads = [
         f"{turn.side} round {turn.round}: load average {turn.load_average:.1f} before it, on {cores} cores"
@@ -170,7 +170,7 @@ def bench_cards(bench: Bench) -> list[Card]:
 def prompt_series(benches: Sequence[Bench]) -> list[Series]:
     """The median time to first token by prompt length, a series for each side; without prompts from a cache.
 
-    Where there are results with a request at a time, the others are left out: their times are those of queues.
+    Beside results with a request at a time, results with queues are left out.
     """
     found: dict[str, dict[int, list[float]]] = {}
     styles = side_styles(benches)
@@ -247,7 +247,7 @@ def load_points(benches: Sequence[Bench], side: str, path: tuple[str, ...]) -> I
 
 
 def parts_body(benches: Sequence[Bench]) -> list[Markup]:
-    """Mean parts of the time to first token, and of its slowest tenth; empty where no server told them."""
+    """Mean parts of the time to first token, and of the slowest tenth; empty without a server's times."""
     bars = [bar for bench in benches for bar in part_bars(bench, len(benches) > 1)]
     chart = stacked_chart("Mean time to first token, by part", "ms", PARTS, bars)
     if not chart:

@@ -1,4 +1,4 @@
-"""The whole report: the verdict first, then each section with its source."""
+"""The whole report: the verdict first, then the sections."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Sources:
 
     @property
     def qualities(self) -> list[Evaluation]:
-        """The evaluations, or the quality that ``optkit optimize`` measured where there is none."""
+        """The evaluations, or without any the quality measured by ``optkit optimize``."""
         if self.evaluations or self.report is None:
             return list(self.evaluations)
         found = of_whole(str(self.report["model"]), self.report["whole"])
@@ -79,7 +79,7 @@ def report_page(sources: Sources) -> str:
 
 
 def sections(sources: Sources) -> list[Section]:
-    """All sections in order; those without data have the command that gives the data."""
+    """All sections in order; a section without data has the command for the data."""
     report, benches = sources.report, sources.benches
     latency, throughput, parts = bench_sections(benches)
     before, after = artifact_parts(report)
@@ -92,7 +92,7 @@ def sections(sources: Sources) -> list[Section]:
 
 
 def artifact_parts(report: Mapping[str, Any] | None) -> tuple[list[Section], list[Section]]:
-    """The sections of an artifact before and after those of benchmarks."""
+    """The sections of an artifact before and after the sections of benchmarks."""
     if report is None:
         missing = f"the passes, the roofline floor and the memory plan: {OPTIMIZE_COMMAND}"
         return [Section("passes", "Passes", (), missing)], []

@@ -30,7 +30,7 @@ def environment_section(
 
 
 def environment_rows(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The rows of ``bench.environment``; of a file from elsewhere, what is there."""
+    """The rows of an environment (``optkit.bench.environment``), as far as the file has the facts."""
     cores, load = environment.get("cores"), environment.get("load_average")
     command = environment.get("command")
     return [
@@ -58,7 +58,7 @@ def version_line(environment: Mapping[str, Any]) -> str:
 
 
 def warning(environment: Mapping[str, Any]) -> list[Markup]:
-    """The sentence on a busy machine; none for a quiet one, or without its numbers."""
+    """The sentence on a busy machine; none for a quiet machine, or without the numbers."""
     load, cores = environment.get("load_average"), environment.get("cores")
     if not isinstance(load, (int, float)) or not isinstance(cores, int):
         return []

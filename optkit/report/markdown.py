@@ -20,7 +20,7 @@ MOST_PROBLEMS = 5
 
 
 def report_markdown(sources: Sources) -> str:
-    """The report as a comment of GitHub shows it; texts from files are escaped."""
+    """The report in GitHub's Markdown; texts from files are escaped."""
     blocks = [f"### {escaped(sources.title)}", *verdict(sources), *artifact_blocks(sources)]
     for bench in sources.benches:
         header, rows = cells(table(bench.result))
@@ -80,7 +80,7 @@ def line_of(row: Sequence[str]) -> str:
 
 
 def escaped(text: str) -> str:
-    """``text`` on one line without Markdown, HTML, links and mentions."""
+    """``text`` on a line, without Markdown, HTML, links and mentions."""
     plain = (
         " ".join(text.split())
         if not isinstance(text, Markup)
@@ -94,5 +94,5 @@ def escaped(text: str) -> str:
 
 
 def needs(found: re.Match[str]) -> bool:
-    """True at the beginning of a line, where these characters begin lists and headings."""
+    """True at the beginning of a line, the place of the marks of lists and headings."""
     return found.start() == 0 or found[1] == "$"

@@ -1,4 +1,4 @@
-"""A page as a browser's parser sees it: elements, attributes and words."""
+"""A page read by a parser of HTML: elements, attributes and words."""
 
 from __future__ import annotations
 
