@@ -76,12 +76,13 @@ def eval_command(
         from optkit.evaluation.text import read_text
 
         read = None if text is None else read_text(text)
+        origin = _origin(model, against)
         if model.startswith(("http://", "https://")):
             report, lines = _served(model, against, read, tokens, progress)
         else:
             report, lines = _local(model, against, read, tokens, greedy_tokens, progress)
     if as_json:
-        console.print_json(report | _origin(model, against))
+        console.print_json(report | origin)
         return
     print_table(table(lines))
 

@@ -54,14 +54,14 @@ def report(
         )
     from optkit.evaluation.saved import read_eval
     from optkit.report.artifact_file import artifact_report
-    from optkit.report.bench_file import read_bench
+    from optkit.report.bench_file import read_benches
     from optkit.report.document import Sources, report_page
     from optkit.report.markdown import report_markdown
 
     with console.spinner("reading"):
         sources = Sources(
             None if artifact is None else artifact_report(artifact),
-            [read_bench(file) for file in bench or ()],
+            [one for file in bench or () for one in read_benches(file)],
             [read_eval(file) for file in eval_ or ()],
         )
     if out is not None:

@@ -18,7 +18,7 @@ from optkit.errors import UserError
 from optkit.untrusted_json import PartSchema, check, parse_bounded, read_bounded, without_nan
 
 MAX_BENCH_BYTES = 256 << 20
-FIX = "give a file of optkit bench --save-result"
+WRONG, FIX = "no result of optkit bench", "give a file of optkit bench --save-result"
 
 Count = Annotated[int, Field(ge=0, le=1 << 40)]
 Time = Annotated[float, Field(ge=-1e15, le=1e15)]
@@ -104,8 +104,25 @@ class WorkloadEntry(PartSchema):
     request_rate: Seconds | None = None
 
 
+class ValidityEntry(PartSchema):
+    """Reasons against trusting a result."""
+
+    doubts: list[str] = Field(default_factory=list)
+
+
+class AssertionEntry(PartSchema):
+    """The outcome of a claim of ``optkit bench --assert``."""
+
+    text: str
+    outcome: str
+    detail: str = ""
+
+    def line(self) -> str:
+        return f"{self.outcome}: {self.text}" + (f": {self.detail}" if self.detail else "")
+
+
 class BenchFile(PartSchema):
-    """A file of ``optkit bench --save-result``."""
+    """A result of ``optkit bench --save-result``."""
 
     workload: WorkloadEntry
     sides: dict[str, Any]
@@ -114,6 +131,31 @@ class BenchFile(PartSchema):
     slo_ms: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     environment: dict[str, Any] = Field(default_factory=dict)
     problems: list[str] = Field(default_factory=list)
+    validity: ValidityEntry = Field(default_factory=ValidityEntry)
+    assertions: list[AssertionEntry] = Field(default_factory=list)
+
+
+class PointEntry(PartSchema):
+    """A load of a sweep, or a probe of a search for the highest rate."""
+
+    result: dict[str, Any]
+    label: str = ""
+    rate: Seconds | None = None
+    held: bool | None = None
+    reasons: list[str] = Field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.label or ("" if self.rate is None else f"{self.rate:.3g}/s")
+
+
+class SweepFile(PartSchema):
+    """Several loads in a file: ``points`` of a sweep, or ``probes`` of a search."""
+
+    points: list[PointEntry] = Field(default_factory=list)
+    probes: list[PointEntry] = Field(default_factory=list)
+    environment: dict[str, Any] = Field(default_factory=dict)
+    doubts: list[str] = Field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -122,47 +164,64 @@ class Bench:
 
     Attributes:
         problems: reasons against the numbers, as found by the benchmark.
+        claims: outcomes of assertions, a line each.
+        sweep: name of the file with several loads; empty for a result by itself.
     """
 
     name: str
     result: BenchResult
     problems: Sequence[str] = ()
+    claims: Sequence[str] = ()
+    sweep: str = ""
 
     @property
     def first(self) -> str:
         return self.result.sides[0]
 
 
-def read_bench(path: Path) -> Bench:
-    """A saved result.
+def read_benches(path: Path) -> list[Bench]:
+    """The result in a file, or the results of a sweep, lightest load first.
 
     Raises:
         UserError: the file is missing, or is no result of ``optkit bench``.
     """
     where = str(path)
     data = without_nan(parse_bounded(read_bounded(path, MAX_BENCH_BYTES), where))
+    if "points" not in data and "probes" not in data:
+        return [bench_of(path.stem, data, where)]
+    file = check(SweepFile, data, where, WRONG)
+    points = file.points or sorted(file.probes, key=lambda probe: probe.rate or 0.0)
+    if not points:
+        raise UserError(f"{WRONG}: no load was measured", where=where, fix=FIX)
+    found = []
+    for point in points:
+        shared = {"environment": file.environment} if file.environment else {}
+        one = bench_of(f"{path.stem}, {point.name}", point.result | shared, where)
+        held = [] if point.held is None else ["held" if point.held else f"missed: {', '.join(point.reasons)}"]
+        doubts = [] if found else file.doubts
+        found.append(Bench(one.name, one.result, [*doubts, *one.problems], [*one.claims, *held], path.stem))
+    return found
+
+
+def bench_of(name: str, data: dict[str, Any], where: str) -> Bench:
+    """A result from checked JSON."""
     if not {"workload", "sides", "turns"} <= data.keys():
-        raise UserError("no result of optkit bench", where=where, fix=FIX)
-    file = check(BenchFile, data, where, "no result of optkit bench")
+        raise UserError(WRONG, where=where, fix=FIX)
+    file = check(BenchFile, data, where, WRONG)
     names = list(file.sides)
     if not names or not {turn.side for turn in file.turns} <= set(names):
-        raise UserError("no result of optkit bench: turns of sides that are not named", where=where, fix=FIX)
+        raise UserError(f"{WRONG}: turns of sides that are not named", where=where, fix=FIX)
     if len({sum(turn.side == name for turn in file.turns) for name in names}) != 1:
         raise UserError(
             "the sides have unlike numbers of rounds", where=where, fix="run optkit bench to its end"
         )
     known = {name: value for name, value in file.slo_ms.items() if name in LatencyBounds.__dataclass_fields__}
     definitions = file.definitions if file.definitions in DEFINITIONS else "optkit"
+    config = config_of(data["workload"], file.workload)
     turns = [turn_of(turn) for turn in file.turns]
-    result = BenchResult(
-        config_of(data["workload"], file.workload),
-        names,
-        turns,
-        LatencyBounds(**known),
-        definitions,
-        file.environment,
-    )
-    return Bench(path.stem, result, file.problems)
+    result = BenchResult(config, names, turns, LatencyBounds(**known), definitions, file.environment)
+    problems = list(dict.fromkeys([*file.problems, *file.validity.doubts]))
+    return Bench(name, result, problems, [entry.line() for entry in file.assertions])
 
 
 def turn_of(entry: TurnEntry) -> Turn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import inf
 from statistics import fmean, median
 
 from optkit.bench.metrics import OPTKIT
@@ -11,7 +12,7 @@ from optkit.bench.result import BenchResult
 from optkit.bench.table import legend, table
 from optkit.pages.charts import Series, xy_chart
 from optkit.pages.html import Markup, details, element, items, paragraph, wide_table
-from optkit.pages.numbers import number, share
+from optkit.pages.numbers import NONE, number, share
 from optkit.pages.page import Card, Section
 from optkit.pages.row_charts import Bar, Samples, distribution_chart, stacked_chart
 from optkit.pages.svg import grid
@@ -36,7 +37,7 @@ def bench_sections(benches: Sequence[Bench]) -> list[Section]:
         Section(
             "latency",
             "Latency and throughput",
-            [part for bench in benches for part in latency_body(bench, styles)],
+            [part for bench in benches if not bench.sweep for part in latency_body(bench, styles)],
             f"latency distributions: {BENCH_COMMAND}",
         ),
         Section(
@@ -79,6 +80,7 @@ def latency_body(bench: Bench, styles: dict[str, int]) -> list[Markup]:
     return [
         element("h3", f"{bench.name}: {workload_text(result)}"),
         *warnings(bench),
+        *([items(bench.claims)] if bench.claims else []),
         wide_table(header, rows, f"latency and throughput, {bench.name}"),
         grid(charts),
         details("Formulas", items(legend(result), "note")),
@@ -204,7 +206,7 @@ def throughput_body(benches: Sequence[Bench], styles: dict[str, int]) -> list[Ma
     """A point for each load, joined in their order; empty where no two results differ in the load alone."""
     kinds: dict[str, list[Bench]] = {}
     for bench in benches:
-        kinds.setdefault(lengths_text(bench.result), []).append(bench)
+        kinds.setdefault(bench.sweep or lengths_text(bench.result), []).append(bench)
     body = []
     for kind, same in kinds.items():
         if len(same) > 1:
@@ -212,7 +214,8 @@ def throughput_body(benches: Sequence[Bench], styles: dict[str, int]) -> list[Ma
                 throughput_chart(same, styles, *of)
                 for of in (("ttft", "p50"), ("ttft", "p95"), ("tpot", "p50"))
             ]
-            body += [element("h3", kind), grid(charts)]
+            body += [element("h3", kind), grid(charts), loads_table(same, kind)]
+            body += [part for bench in same if bench.sweep for part in warnings(bench)]
     return [part for part in body if part]
 
 
@@ -228,14 +231,38 @@ def throughput_chart(
     return xy_chart(f"{title} against throughput", "output tokens/s", f"{title}, ms", series)
 
 
+LOAD_NUMBERS = (
+    ("output tokens/s", ("output_throughput",)),
+    ("TTFT p50, ms", ("latency_ms", "ttft", "p50")),
+    ("TTFT p95, ms", ("latency_ms", "ttft", "p95")),
+    ("TPOT p50, ms", ("latency_ms", "tpot", "p50")),
+)
+
+
+def loads_table(benches: Sequence[Bench], label: str) -> Markup:
+    """A row for each load and side; claims, as the outcome of a probe, in the last column."""
+    rows = []
+    for bench in sorted(benches, key=load_of):
+        for side in bench.result.sides:
+            found = [bench.result.statistic(side, path) for _, path in LOAD_NUMBERS]
+            cells = [NONE if value is None else number(value["median"]) for value in found]
+            rows.append((bench.name, side, *cells, "; ".join(bench.claims) if side == bench.first else ""))
+    header = ("load", "side", *(name for name, _ in LOAD_NUMBERS), "")
+    return wide_table(header, rows, f"loads, {label}")
+
+
+def load_of(bench: Bench) -> tuple[float, float]:
+    """A key in the order of loads: clients in turn, then rates, then all requests at once."""
+    config = bench.result.config
+    if config.request_rate is None:
+        return (0.0, float(config.max_concurrency)) if config.max_concurrency else (inf, inf)
+    return config.request_rate, float(config.max_concurrency or 0)
+
+
 def load_points(benches: Sequence[Bench], side: str, path: tuple[str, ...]) -> Iterator[tuple[float, float]]:
     """(output tokens/s, latency) of each result with ``side``, lightest load first."""
 
-    def load(bench: Bench) -> tuple[float, float]:
-        config = bench.result.config
-        return config.request_rate or 0.0, float(config.max_concurrency or 0)
-
-    for bench in sorted(benches, key=load):
+    for bench in sorted(benches, key=load_of):
         if side in bench.result.sides:
             rate = bench.result.statistic(side, ("output_throughput",))
             latency = bench.result.statistic(side, path)

@@ -60,7 +60,10 @@ class Sources:
     def cards(self) -> list[Card]:
         """The numbers at the top: of the artifact, and of each benchmark."""
         whole = None if self.report is None else records_in(self.report)[1]
-        return [*whole_cards(whole), *(card for bench in self.benches for card in bench_cards(bench))]
+        return [
+            *whole_cards(whole),
+            *(card for bench in self.benches if not bench.sweep for card in bench_cards(bench)),
+        ]
 
 
 def report_page(sources: Sources) -> str:

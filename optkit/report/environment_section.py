@@ -20,8 +20,9 @@ def environment_section(
     body: list[Markup] = []
     if report is not None:
         body += block("optkit optimize", artifact_rows(report))
-    for bench in benches:
-        body += block(f"optkit bench, {bench.name}", environment_rows(bench.result.environment))
+    named = {bench.sweep or bench.name: bench for bench in benches}  # a sweep has one machine
+    for name, bench in named.items():
+        body += block(f"optkit bench, {name}", environment_rows(bench.result.environment))
         body += warning(bench.result.environment)
     for evaluation in evaluations:
         if evaluation.environment:

@@ -22,7 +22,7 @@ MOST_PROBLEMS = 5
 def report_markdown(sources: Sources) -> str:
     """The report in GitHub's Markdown; texts from files are escaped."""
     blocks = [f"### {escaped(sources.title)}", *verdict(sources), *artifact_blocks(sources)]
-    for bench in sources.benches:
+    for bench in (bench for bench in sources.benches if not bench.sweep):
         header, rows = cells(table(bench.result))
         title = f"**{escaped(bench.name)}**: {escaped(workload_text(bench.result))}"
         blocks += [title, markdown_table(header, rows)]
@@ -41,6 +41,8 @@ def verdict(sources: Sources) -> Iterator[str]:
         lines.append(f"- {escaped(card.name)}: **{escaped(card.value)}**{note}{mark}")
     yield "\n".join(lines)
     for bench in sources.benches:
+        if bench.claims:
+            yield "\n".join(f"- {escaped(bench.name)}: {escaped(line)}" for line in bench.claims)
         found = problems(bench)
         if found:
             more = f" and {len(found) - MOST_PROBLEMS} more" if len(found) > MOST_PROBLEMS else ""

@@ -94,6 +94,14 @@ def test_throughput_against_latency_has_a_point_for_each_load_in_its_order() -> 
     assert [latency for _, latency in points] == pytest.approx([10, 20, 40])
     (section,) = [section for section in bench_sections(loads) if section.key == "throughput"]
     assert len(re.findall("<figure>", "".join(section.body))) == 3
+    words = ParsedPage("".join(section.body)).words
+    assert (
+        words.index("1.0optkit") < words.index("2.0optkit") < words.index("4.0optkit")
+    )  # the table of loads
+    swept = [Bench(one.name, one.result, ["late"], ["held"], "sweep") for one in loads]
+    by_key = {section.key: section for section in bench_sections(swept)}
+    assert not by_key["latency"].body and "sweep" in "".join(by_key["throughput"].body)
+    assert "late" in "".join(by_key["throughput"].body) and "held" in "".join(by_key["throughput"].body)
     longer = Bench("longer", bench_result({"optkit": [[record(0, 0.1, prompt=999)]]}))
     for benches in ([loads[0], longer], [longer]):  # other prompts are no other load
         (section,) = [section for section in bench_sections(benches) if section.key == "throughput"]

@@ -10,7 +10,7 @@ import pytest
 
 from optkit.evaluation.saved import read_eval
 from optkit.pipeline.report_page import report_html
-from optkit.report.bench_file import Bench, read_bench
+from optkit.report.bench_file import Bench, read_benches
 from optkit.report.document import Sources, report_page, sections
 from optkit.report.markdown import report_markdown
 from tests.pipeline.test_report_page import ATTACK, attacked, report
@@ -87,4 +87,4 @@ def test_a_strange_environment_breaks_nothing(tmp_path: Path, environment: dict[
     data = bench_result().to_dict() | {"environment": environment}
     file = tmp_path / "bench.json"
     file.write_text(json.dumps(data))
-    ParsedPage(report_page(Sources(None, [read_bench(file)])))
+    ParsedPage(report_page(Sources(None, [read_benches(file)[0]])))
