@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
@@ -102,7 +103,7 @@ class RecordEntry(Shown):
     changed: int = 0
     stats: StatsEntry = Field(default_factory=StatsEntry)
     predicted: dict[str, Pair] = Field(default_factory=dict)
-    measured: dict[str, Annotated[tuple[TimingEntry, TimingEntry], Field(strict=False)]] = Field(
+    measured: Mapping[str, Annotated[tuple[TimingEntry, TimingEntry], Field(strict=False)]] = Field(
         default_factory=dict
     )
     weight_bytes: (
@@ -110,7 +111,7 @@ class RecordEntry(Shown):
     ) = Field(default_factory=list)
     objective: ObjectiveEntry | Empty = Field(default_factory=Empty)
     quality: QualityEntry | Empty = Field(default_factory=Empty)
-    forms: dict[str, QualityEntry] = Field(default_factory=dict)
+    forms: Mapping[str, QualityEntry] = Field(default_factory=dict)
     restored: list[str] = Field(default_factory=list)
     decision: str = ""
     reason: str = ""
@@ -127,9 +128,9 @@ class RecordEntry(Shown):
 class ReportFile(Shown):
     """report.json."""
 
-    passes: list[RecordEntry]
+    passes: Sequence[RecordEntry]
     whole: RecordEntry | None
-    alternatives: dict[str, list[RecordEntry]] = Field(default_factory=dict)
+    alternatives: Mapping[str, Sequence[RecordEntry]] = Field(default_factory=dict)
     notes: list[str] = Field(default_factory=list)
 
 

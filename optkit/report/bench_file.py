@@ -193,7 +193,7 @@ def read_benches(path: Path) -> list[Bench]:
     points = file.points or sorted(file.probes, key=lambda probe: probe.rate or 0.0)
     if not points:
         raise UserError(f"{WRONG}: no load was measured", where=where, fix=FIX)
-    found = []
+    found: list[Bench] = []
     for point in points:
         shared = {"environment": file.environment} if file.environment else {}
         one = bench_of(f"{path.stem}, {point.name}", point.result | shared, where)

@@ -27,7 +27,7 @@ def report_markdown(sources: Sources) -> str:
         title = f"**{escaped(bench.name)}**: {escaped(workload_text(bench.result))}"
         blocks += [title, markdown_table(header, rows)]
     for evaluation in sources.qualities:
-        header = ("quality", *(name or "value" for name in evaluation.variants))
+        header = ["quality", *(name or "value" for name in evaluation.variants)]
         blocks += [f"**{escaped(evaluation.title)}**", markdown_table(header, quality_table(evaluation))]
     return "\n\n".join(filter(None, blocks)) + "\n"
 
