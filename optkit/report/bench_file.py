@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -158,6 +158,14 @@ class SweepFile(PartSchema):
     doubts: list[str] = Field(default_factory=list)
 
 
+class WorkloadsFile(PartSchema):
+    """Several workloads in a file."""
+
+    workloads: dict[str, dict[str, Any]]
+    environment: dict[str, Any] = Field(default_factory=dict)
+    problems: list[str] = Field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class Bench:
     """A result with the name of the file.
@@ -187,6 +195,8 @@ def read_benches(path: Path) -> list[Bench]:
     """
     where = str(path)
     data = without_nan(parse_bounded(read_bounded(path, MAX_BENCH_BYTES), where))
+    if "workloads" in data:
+        return list(of_workloads(path.stem, data, where))
     if "points" not in data and "probes" not in data:
         return [bench_of(path.stem, data, where)]
     file = check(SweepFile, data, where, WRONG)
@@ -201,6 +211,18 @@ def read_benches(path: Path) -> list[Bench]:
         doubts = [] if found else file.doubts
         found.append(Bench(one.name, one.result, [*doubts, *one.problems], [*one.claims, *held], path.stem))
     return found
+
+
+def of_workloads(stem: str, data: dict[str, Any], where: str) -> Iterator[Bench]:
+    """The results of several workloads with one environment, as of ``bench.peers``; sides in the order of turns."""
+    file = check(WorkloadsFile, data, where, WRONG)
+    for name, result in file.workloads.items():
+        turns = result.get("turns")
+        if not isinstance(turns, list):
+            raise UserError(f"{WRONG}: workload {name} has no turns", where=where, fix=FIX)
+        sides = dict.fromkeys(str(turn.get("side")) for turn in turns if isinstance(turn, dict))
+        shared = {"sides": sides, "environment": file.environment, "problems": file.problems}
+        yield bench_of(f"{stem}, {name}", result | shared, where)
 
 
 def bench_of(name: str, data: dict[str, Any], where: str) -> Bench:

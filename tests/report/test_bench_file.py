@@ -42,6 +42,17 @@ def test_the_stored_results_have_the_numbers_that_they_say(file: Path) -> None:
             assert found.result.statistic(side, number.split(".")) == pytest.approx(expected[side])
 
 
+@pytest.mark.parametrize("file", sorted(STORED[0].parent.glob("peers-*.json")), ids=lambda path: path.stem)
+def test_the_stored_results_of_other_engines_have_a_result_for_each_workload(file: Path) -> None:
+    data = json.loads(file.read_text())
+    found = {bench.name.partition(", ")[2]: bench for bench in read_benches(file)}
+    assert list(found) == list(data["workloads"])
+    figure = next(figure for figure in data["figures"] if figure["figure"] == "TTFT, 512 tokens")
+    for side, expected in figure["servers"].items():
+        statistic = found["medium"].result.statistic(side, ("latency_ms", "ttft", "p50"))
+        assert statistic is not None and statistic["median"] == pytest.approx(expected["median"])
+
+
 def add_keys(data: dict[str, Any]) -> None:
     """Fields of a later version, at every level."""
     data["validity"] = {"verdict": "fine"}
@@ -130,6 +141,8 @@ def test_doubts_and_outcomes_of_claims_are_kept(tmp_path: Path) -> None:
     [
         ('{"points": 3}', "points"),
         ('{"points": [{"result": {}}]}', "no result of optkit bench"),
+        ('{"workloads": {"a": {"workload": {}}}}', "has no turns"),
+        ('{"workloads": {"a": {"workload": {}, "turns": [1]}}}', "no result of optkit bench"),
         ('{"probes": []}', "no load was measured"),
         ("", "not valid JSON"),
         ("[1]", "not a JSON object"),
