@@ -12,10 +12,12 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # no script, and nothi
 STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --ink: #1d2126; --soft: #5a626c; --line: #d9dde2; --card: #f5f6f8;
 --good: #17652f; --warn: #805300; --bad: #a02c1c; --inside: #fff;
---c0: #0b62a8; --c1: #b5480a; --c2: #0a7a5c; --c3: #7a3d8f; --c4: #6b6411; --c5: #a3245f; }
+--c0: #0b62a8; --c1: #b5480a; --c2: #0a7a5c; --c3: #7a3d8f; --c4: #6b6411; --c5: #a3245f;
+--c6: #4b5563; --c7: #7a4b1e; }
 @media (prefers-color-scheme: dark) { :root { --paper: #14171b; --ink: #e4e7eb; --soft: #a3abb5; --line: #363c44;
 --card: #1d2127; --good: #6fcf8b; --warn: #e5b25d; --bad: #ff8f7d; --inside: #14171b;
---c0: #6db6f2; --c1: #f59b62; --c2: #55cba6; --c3: #cf9be0; --c4: #d3c75a; --c5: #f28cb8; } }
+--c0: #6db6f2; --c1: #f59b62; --c2: #55cba6; --c3: #cf9be0; --c4: #d3c75a; --c5: #f28cb8;
+--c6: #b4bcc8; --c7: #d6a878; } }
 * { box-sizing: border-box; }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 0 auto; padding: 1rem; color: var(--ink);
 background: var(--paper); overflow-wrap: anywhere; }
@@ -49,7 +51,8 @@ details.pass { border-bottom: 1px solid var(--line); padding: .45rem 0; } .kept,
 .median { stroke: var(--ink); stroke-width: 2.2; } .tail { stroke: var(--ink); stroke-dasharray: 2 2; }
 .mark { stroke: var(--soft); stroke-dasharray: 4 3; } .between { stroke: var(--soft); stroke-width: 1.5; }
 .s0 { color: var(--c0); } .s1 { color: var(--c1); } .s2 { color: var(--c2); } .s3 { color: var(--c3); }
-.s4 { color: var(--c4); } .s5 { color: var(--c5); } .limit { color: var(--soft); stroke-width: 3;
+.s4 { color: var(--c4); } .s5 { color: var(--c5); } .s6 { color: var(--c6); }
+.s7 { color: var(--c7); } .limit { color: var(--soft); stroke-width: 3;
 stroke-opacity: .6; }
 @media (max-width: 40rem) { .prose, .prose tbody, .prose tr, .prose td { display: block; max-width: none; }
 .prose thead { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
@@ -57,7 +60,8 @@ stroke-opacity: .6; }
 .prose td:first-child { font-weight: 600; } .prose td:empty { display: none; }
 .prose td:not(:first-child)::before { content: attr(data-label) ": "; color: var(--soft); } }
 @media print { :root { color-scheme: light; --paper: #fff; --ink: #000; --soft: #444; --line: #bbb; --card: #fff;
---inside: #fff; --c0: #0b62a8; --c1: #b5480a; --c2: #0a7a5c; --c3: #7a3d8f; --c4: #6b6411; --c5: #a3245f; }
+--inside: #fff; --c0: #0b62a8; --c1: #b5480a; --c2: #0a7a5c; --c3: #7a3d8f; --c4: #6b6411; --c5: #a3245f;
+--c6: #4b5563; --c7: #7a4b1e; }
 body { max-width: none; font-size: 10pt; } nav { display: none; } .scroll { overflow: visible; }
 details::details-content { content-visibility: visible; height: auto; } figure details { display: none; }
 * { print-color-adjust: exact; } h2, h3 { break-after: avoid; } tr { break-inside: avoid; } }

@@ -17,7 +17,7 @@ EDGE, TOP, BOTTOM = 6.0, 8.0, 36.0  # margins at the sides, above and below
 LETTER, BOLD_LETTER = 6.8, 7.7  # width of a letter in the widest usual fonts, about
 LINE = 16.0  # height of a line of text
 MOST_DOTS = 300  # of a series: more are thinned evenly
-STYLES = 6  # colours, markers and dashes, then again
+STYLES = 8  # colours, markers and dashes, then again
 MARKERS = (
     "m-3,0a3,3 0 1,0 6,0a3,3 0 1,0 -6,0z",
     "m-2.6,-2.6h5.2v5.2h-5.2z",
@@ -25,8 +25,10 @@ MARKERS = (
     "m0,-3.8l3.8,3.8l-3.8,3.8l-3.8,-3.8z",
     "m0,3.6l3.4,-6h-6.8z",
     "m-3,-1h2v-2h2v2h2v2h-2v2h-2v-2h-2z",
+    "m-3.2,-3.2h6.4l-6.4,6.4h6.4z",
+    "m-3.6,-1.2h7.2v2.4h-7.2z",
 )
-DASHES = (None, "6 3", "2 3", "8 3 2 3", "1 3", "10 4")
+DASHES = (None, "6 3", "2 3", "8 3 2 3", "1 3", "10 4", "5 2 1 2", "3 6")
 
 Rows = Iterable[Sequence[str]]
 

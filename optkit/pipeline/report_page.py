@@ -41,8 +41,8 @@ NOTE = (
     "Quality is against the source model on held-out text, through the same runtime."
 )
 FLOOR_NOTE = (
-    "The grey line is the roofline floor: all arithmetic and one read of the weights and the KV, at the machine's "
-    "peaks. No kernel can be faster."
+    "The grey line is the roofline floor of the artifact: all arithmetic and one read of the weights and the KV, at the machine's "
+    "peaks. No kernel can be faster in these number formats."
 )
 BELOW_FLOOR = (
     "Some times are below the floor, so the peaks of the machine were measured too low, beside other work or on "
@@ -275,19 +275,31 @@ def step_series(whole: PassRecord | None) -> list[Series]:
         if kind == "prefill" and tokens.isdigit():
             for points, timing in zip(sides, timings, strict=True):
                 points.append((float(tokens), 1e3 * timing["median"]))
-    names = (("source model, one step", 5), ("artifact, one step", 4))
+    names = (("source model, one step", 7), ("artifact, one step", 6))
     return [Series(name, points, style) for (name, style), points in zip(names, sides, strict=True) if points]
 
 
 def prompts_section(floor: Series | None, series: Sequence[Series]) -> Section:
     """Time to first token against prompt length, with the floor up to twice the longest prompt."""
     chart = prompts_chart(floor, series)
-    note = []
-    if chart and floor is not None:
-        note = [paragraph(FLOOR_NOTE, "note")]
-        if any(y < floor_at(floor, x) for one in series for x, y in one.points):
-            note.append(paragraph(BELOW_FLOOR, "bad-news"))
-    return Section("prompts", "Time by prompt length", [grid([chart]), *note] if chart else [])
+    if not chart or floor is None:
+        return Section("prompts", "Time by prompt length", [grid([chart])] if chart else [])
+    notes = [paragraph(FLOOR_NOTE, "note")]
+    if any(y < floor_at(floor, x) for one in series for x, y in one.points):
+        notes.append(paragraph(BELOW_FLOOR, "bad-news"))
+    return Section("prompts", "Time by prompt length", [grid([chart, share_chart(floor, series)]), *notes])
+
+
+def share_chart(floor: Series, series: Sequence[Series]) -> Markup:
+    """The floor over each time, in percent: 100 % is all that the machine can do."""
+    shares = [
+        Series(one.name, [(x, 100 * floor_at(floor, x) / y) for x, y in one.points if y > 0], one.style)
+        for one in series
+    ]
+    title, label = "Share of the roofline reached", "floor over time, %"
+    return xy_chart(
+        title, "prompt, tokens", label, shares, log_x=True, log_y=False, note="100 % is the floor."
+    )
 
 
 def prompts_chart(floor: Series | None, series: Sequence[Series]) -> Markup:

@@ -138,4 +138,6 @@ def test_the_floor_lies_between_its_points_and_a_time_below_it_is_told() -> None
     told = ["".join(section.body) for section in (above, below)]
     assert all("No kernel can be faster" in FLOOR_NOTE and "No kernel can be faster" in text for text in told)
     assert BELOW_FLOOR not in told[0] and BELOW_FLOOR in told[1]
+    assert "98.7" in told[0]  # 78 / 79, as a share of the roofline
     assert prompts_section(floor, []).body == []
+    assert "roofline" not in "".join(prompts_section(None, [Series("a", [(320.0, 79.0)])]).body)
