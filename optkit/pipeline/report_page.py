@@ -41,8 +41,8 @@ NOTE = (
     "Quality is against the source model on held-out text, through the same runtime."
 )
 FLOOR_NOTE = (
-    "The grey line is the roofline floor of the artifact: all arithmetic and one read of the weights and the KV, at the machine's "
-    "peaks. No kernel can be faster in these number formats."
+    "The grey line is the roofline floor of the artifact: all arithmetic and one read of the weights and the KV, at "
+    "the machine's peaks. No kernel can be faster in these number formats."
 )
 BELOW_FLOOR = (
     "Some times are below the floor, so the peaks of the machine were measured too low, beside other work or on "
