@@ -68,9 +68,9 @@ def eval_command(
     By position: a divergence that grows along a window comes from the KV cache or from attention. Greedy continuations
     (not for a URL) show when a reader would meet the first other word.
 
-    Examples:
-        optkit eval artifact/ --against smollm2-135m
-        optkit eval artifact/ --against smollm2-135m --json > eval.json
+    optkit report --eval draws the output of --json.
+
+    Example: optkit eval artifact/ --against smollm2-135m
     """
     with console.spinner("loading") as progress:
         from optkit.evaluation.text import read_text

@@ -18,10 +18,14 @@ def report(
     ] = None,
     bench: Annotated[
         list[Path] | None,
-        typer.Option(help="Result of optkit bench --save-result. Several show throughput against latency."),
+        typer.Option(
+            help="Result of optkit bench --save-result; may be repeated. A sweep, or several loads, show throughput "
+            "against latency."
+        ),
     ] = None,
     eval_: Annotated[
-        list[Path] | None, typer.Option("--eval", help="Result of optkit eval --against MODEL --json.")
+        list[Path] | None,
+        typer.Option("--eval", help="Result of optkit eval --against MODEL --json; may be repeated."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="The page to write, as in report.html.")
