@@ -8,12 +8,13 @@ from math import isfinite
 
 from optkit.pages.axes import Axis, axis_of
 from optkit.pages.html import Markup, tag
-from optkit.pages.numbers import number
+from optkit.pages.numbers import number, tick
 from optkit.pages.svg import (
     BOTTOM,
     DASHES,
+    EDGE,
+    LINE,
     STYLES,
-    TOP,
     WIDTH,
     Numbers,
     figure,
@@ -58,7 +59,8 @@ def xy_chart(
         return Markup("")
     shown = [one for one in series if any(x.shows(a) and y.shows(b) for a, b in one.points)]
     rows = [(one.name, number(a), number(b)) for one in shown for a, b in thinned(one.points) if isfinite(a)]
-    legend, top = legend_of([(one.name, one.style) for one in shown]) if len(shown) > 1 else ([], TOP)
+    legend, top = legend_of([(one.name, one.style) for one in shown]) if len(shown) > 1 else ([], 0.0)
+    top += LINE + 4  # of the label of the vertical axis
     frame = Frame(x, y, top)
     parts = [*legend, *frame.axes(), *(part for one in shown for part in frame.series(one))]
     return figure(title, top + PLOT + BOTTOM, parts, Numbers(("series", x_label, y_label), rows), note)
@@ -84,14 +86,14 @@ class Frame:
         for value in self.y.ticks():
             _, y = self.at(self.x.low, value)
             yield tag("line", x1=LEFT, x2=right, y1=y, y2=y, class_="grid")
-            yield text(LEFT - 5, y + 4, number(value), "end")
+            yield text(LEFT - 5, y + 4, tick(value), "end")
         for value in self.x.ticks():
             x, _ = self.at(value, self.y.low)
             yield tag("line", x1=x, x2=x, y1=bottom, y2=bottom + 4, class_="axis")
-            yield text(x, bottom + 15, number(value), "middle")
+            yield text(x, bottom + 15, tick(value), "middle")
         yield tag("line", x1=LEFT, x2=right, y1=bottom, y2=bottom, class_="axis")
         yield text(right, bottom + 31, shortened(self.x.label, right - LEFT), "end", "label")
-        yield text(LEFT + 4, self.top + 10, shortened(self.y.label, right - LEFT), css="label")
+        yield text(EDGE, self.top - 8, shortened(self.y.label, right - LEFT), css="label")
 
     def series(self, one: Series) -> Iterator[Markup]:
         """The line and the markers of a series."""

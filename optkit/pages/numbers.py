@@ -19,6 +19,11 @@ def number(value: float | None, digits: int = 3) -> str:
     return text if "e" not in text or size < 1e-4 else f"{value:.0f}"
 
 
+def tick(value: float) -> str:
+    """A round number of an axis, with all digits: ``96.25``."""
+    return number(value) if abs(value) >= 1e6 else f"{value:,.6g}"
+
+
 def milliseconds(seconds: float | None) -> str:
     return NONE if seconds is None else f"{number(1e3 * seconds)} ms"
 

@@ -32,7 +32,7 @@ margin: 1rem 0; padding: 0; } .cards div { background: var(--card); border-left:
 padding: .5rem .7rem; break-inside: avoid; } .cards dt { color: var(--soft); font-size: .85rem; }
 .cards dd { margin: 0; font-size: 1.35rem; } .cards small { display: block; color: var(--soft); font-size: .82rem; }
 .cards .good { border-color: var(--good); } .cards .bad { border-color: var(--bad); }
-.scroll { overflow-x: auto; max-width: 100%; margin: .5rem 0 1rem; } .scroll table { overflow-wrap: normal; }
+.scroll { overflow-x: auto; max-width: 100%; margin: .5rem 0 1rem; } .scroll table { overflow-wrap: break-word; }
 table { border-collapse: collapse; font-size: .92rem; } caption { text-align: left; color: var(--soft); }
 th, td { text-align: left; padding: .25rem .9rem .25rem 0; border-bottom: 1px solid var(--line);
 vertical-align: top; } td { font-variant-numeric: tabular-nums; max-width: 34rem; min-width: 3rem; }

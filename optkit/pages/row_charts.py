@@ -14,7 +14,7 @@ import numpy as np
 
 from optkit.pages.axes import Axis, axis_of
 from optkit.pages.html import Markup, tag
-from optkit.pages.numbers import number
+from optkit.pages.numbers import number, tick
 from optkit.pages.svg import (
     BOLD_LETTER,
     BOTTOM,
@@ -109,7 +109,7 @@ def bottom_axis(axis: Axis, y: float) -> Iterator[Markup]:
     """The axis below rows, with ticks inside of the edges."""
     yield tag("line", x1=EDGE, x2=WIDTH - EDGE, y1=y, y2=y, class_="axis")
     for value in axis.ticks():
-        x, words = along(axis, value), number(value)
+        x, words = along(axis, value), tick(value)
         half = LETTER * len(words) / 2
         yield tag("line", x1=x, x2=x, y1=y, y2=y + 4, class_="axis")
         yield text(min(max(x, half), WIDTH - half), y + 15, words, "middle")

@@ -9,7 +9,7 @@ import pytest
 
 from optkit.pages.charts import LEFT, PLOT, RIGHT, Series, xy_chart
 from optkit.pages.html import Markup
-from optkit.pages.svg import MOST_DOTS, STYLES, TOP, WIDTH, legend_of, thinned
+from optkit.pages.svg import LINE, MOST_DOTS, STYLES, WIDTH, legend_of, thinned
 from tests.support.parsed_page import ParsedPage
 
 
@@ -24,7 +24,7 @@ def test_points_stand_where_their_numbers_say() -> None:
         "t", "x", "y", [Series("a", [(0.0, 0.0), (5.0, 5.0), (10.0, 10.0)])], log_x=False, log_y=False
     )
     (x0, y0), (x1, y1), (x2, y2) = places(chart, 0)
-    assert (x0, y0) == (LEFT, TOP + PLOT)
+    assert (x0, y0) == (LEFT, LINE + 4 + PLOT)
     assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2) and y0 - y1 == pytest.approx(y1 - y2, abs=0.2)
     assert y0 > y1
     assert x2 == round(LEFT + (WIDTH - LEFT - RIGHT) / 1.05, 1)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optkit.pages.numbers import milliseconds, number, share, size_text
+from optkit.pages.numbers import milliseconds, number, share, size_text, tick
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,14 @@ def test_number(value: float | None, text: str) -> None:
 @given(st.floats(1e-4, 1e12))
 def test_a_number_keeps_three_digits(value: float) -> None:
     assert float(number(value).replace(",", "")) == pytest.approx(value, rel=5.1e-3)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(96.25, "96.25"), (1000.0, "1,000"), (0.1 * 3, "0.3"), (0.0005, "0.0005"), (2e6, "2,000,000")],
+)
+def test_ticks_have_all_digits(value: float, text: str) -> None:
+    assert tick(value) == text
 
 
 def test_units() -> None:
