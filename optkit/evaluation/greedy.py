@@ -1,7 +1,7 @@
 """Greedy continuations of two models of the same prompts: the tokens until they differ.
 
 KL divergence says how far distributions are apart, a greedy continuation what a user would read: after the first
-unlike token the texts go separate ways. The prompts are the beginnings of the windows that quality is measured on.
+unlike token the texts go separate ways. The prompts are pieces of the text that quality is measured on.
 Both models choose the most likely token at each step and never stop. Where a model's two best tokens are almost
 equally likely, rounding decides, so even two computations of one model may part.
 """
@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any, Protocol, runtime_checkable
 
 PROMPTS = 16  # at most
-PROMPT_TOKENS = 64  # of a window's beginning, at most half of the window
+PROMPT_TOKENS = 64  # at most half of a window
 
 
 @runtime_checkable
@@ -63,11 +63,15 @@ class GreedyReport:
 
 
 def prompts_of(windows: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The beginnings of up to ``PROMPTS`` windows, evenly chosen."""
-    step = max(1, len(windows) // PROMPTS)
-    chosen = windows[::step][:PROMPTS]
+    """Up to ``PROMPTS`` pieces of the windows, evenly chosen; neighbours in a window lie a piece apart."""
     length = min(PROMPT_TOKENS, len(windows[0]) // 2)
-    return [list(window[:length]) for window in chosen]
+    pieces = [
+        list(window[start : start + length])
+        for window in windows
+        for start in range(0, len(window) - length + 1, 2 * length)
+    ]
+    count = min(PROMPTS, len(pieces))
+    return [pieces[i * len(pieces) // count] for i in range(count)]
 
 
 def compare_greedy(

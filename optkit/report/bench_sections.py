@@ -109,7 +109,7 @@ def problems(bench: Bench) -> list[str]:
     """The stored problems, and each turn begun on a busy machine."""
     cores = bench.result.environment.get("cores")
     loads = [
-        f"{turn.side} round {turn.round}: load average {turn.load_average:.1f} before it, on {cores} cores"
+        f"{turn.side} round {turn.round}: load average {turn.load_average:.1f} before it, cores: {cores}"
         for turn in bench.result.turns
         if isinstance(cores, int) and turn.load_average > OVERLOAD * cores
     ]
@@ -140,9 +140,10 @@ def spread_text(values: Sequence[int]) -> str:
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-def bench_cards(bench: Bench) -> list[Card]:
-    """The candidate's medians, with the ratios to the other sides."""
+def bench_cards(bench: Bench, *, named: bool = False) -> list[Card]:
+    """The candidate's medians, with the ratios to the other sides; ``named`` after the file, too."""
     result, first = bench.result, bench.first
+    where = f", {bench.name}" if named else ""
     found = []
     for name, path, unit, better in (
         ("TTFT p50", ("latency_ms", "ttft", "p50"), "ms", -1),
@@ -156,13 +157,13 @@ def bench_cards(bench: Bench) -> list[Card]:
             note = ", ".join(f"{ratio:.2f}x {other}" for other, ratio in ratios.items())
             better_everywhere = all((ratio - 1) * better > 0 for ratio in ratios.values())
             mood = ("good" if better_everywhere else "bad") if ratios else ""
-            found.append(Card(f"{name}, {first}", f"{number(value['median'])} {unit}", note, mood))
+            found.append(Card(f"{name}, {first}{where}", f"{number(value['median'])} {unit}", note, mood))
     if result.slo.bounds():
         attained = result.statistic(first, ("slo_attainment",))
         missed = result.slo_misses()
         note = "; ".join(missed) or "all bounds held at p95"
         value_text = share(attained["median"] if attained else None)
-        found.append(Card("requests within the SLO", value_text, note, "bad" if missed else "good"))
+        found.append(Card(f"requests within the SLO{where}", value_text, note, "bad" if missed else "good"))
     return found
 
 

@@ -60,10 +60,9 @@ class Sources:
     def cards(self) -> list[Card]:
         """The numbers at the top: of the artifact, and of each benchmark."""
         whole = None if self.report is None else records_in(self.report)[1]
-        return [
-            *whole_cards(whole),
-            *(card for bench in self.benches if not bench.sweep for card in bench_cards(bench)),
-        ]
+        single = [bench for bench in self.benches if not bench.sweep]
+        found = [card for bench in single for card in bench_cards(bench, named=len(single) > 1)]
+        return [*whole_cards(whole), *found]
 
 
 def report_page(sources: Sources) -> str:

@@ -64,10 +64,12 @@ def test_equal_tokens(first: list[int], second: list[int], length: int) -> None:
     assert equal_tokens(first, second) == length
 
 
-def test_prompts_are_the_beginnings_of_windows_all_over_the_text() -> None:
-    windows = [[i] * 512 for i in range(40)]
-    found = prompts_of(windows)
-    assert len(found) == PROMPTS and found[0] == [0] * 64 and found[-1] == [30] * 64
+def test_prompts_come_from_all_over_the_text() -> None:
+    found = prompts_of([[512 * i + j for j in range(512)] for i in range(40)])
+    assert len(found) == PROMPTS and all(len(prompt) == 64 for prompt in found)
+    assert found[0] == list(range(64)) and found[-1][0] >= 512 * 37
+    few = prompts_of([list(range(512)), list(range(512, 1024))])
+    assert [prompt[0] for prompt in few] == [0, 128, 256, 384, 512, 640, 768, 896]
     assert prompts_of([[7] * 48]) == [[7] * 24]
 
 
