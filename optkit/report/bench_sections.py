@@ -215,7 +215,7 @@ def throughput_body(benches: Sequence[Bench], styles: dict[str, int]) -> list[Ma
                 throughput_chart(same, styles, *of)
                 for of in (("ttft", "p50"), ("ttft", "p95"), ("tpot", "p50"))
             ]
-            body += [element("h3", kind), grid(charts), loads_table(same, kind)]
+            body += [element("h3", kind), grid(charts), wide_table(*loads_table(same), f"loads, {kind}")]
             body += [part for bench in same if bench.sweep for part in warnings(bench)]
     return [part for part in body if part]
 
@@ -240,16 +240,15 @@ LOAD_NUMBERS = (
 )
 
 
-def loads_table(benches: Sequence[Bench], label: str) -> Markup:
-    """A row for each load and side; claims, as the outcome of a probe, in the last column."""
+def loads_table(benches: Sequence[Bench]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Header and rows, a row for each load and side; the last column has claims, as the outcome of a probe."""
     rows = []
     for bench in sorted(benches, key=load_of):
         for side in bench.result.sides:
             found = [bench.result.statistic(side, path) for _, path in LOAD_NUMBERS]
             cells = [NONE if value is None else number(value["median"]) for value in found]
             rows.append((bench.name, side, *cells, "; ".join(bench.claims) if side == bench.first else ""))
-    header = ("load", "side", *(name for name, _ in LOAD_NUMBERS), "")
-    return wide_table(header, rows, f"loads, {label}")
+    return ("load", "side", *(name for name, _ in LOAD_NUMBERS), ""), rows
 
 
 def load_of(bench: Bench) -> tuple[float, float]:

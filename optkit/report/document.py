@@ -46,8 +46,11 @@ class Sources:
     def title(self) -> str:
         if self.report is not None:
             return title_of(self.report)
-        names = [*(bench.name for bench in self.benches), *(one.title for one in self.evaluations)]
-        return ", ".join(names)
+        names = [
+            *(bench.sweep or bench.name for bench in self.benches),
+            *(one.title for one in self.evaluations),
+        ]
+        return ", ".join(dict.fromkeys(names))
 
     @property
     def qualities(self) -> list[Evaluation]:

@@ -11,7 +11,7 @@ from optkit.pipeline.explain import disturbed_sentence
 from optkit.pipeline.report import evidence_cells, workload_labels
 from optkit.pipeline.report_page import records_in
 from optkit.pipeline.report_quality import quality_table
-from optkit.report.bench_sections import problems, workload_text
+from optkit.report.bench_sections import loads_table, problems, workload_text
 from optkit.report.document import Sources
 from optkit.report.rich_cells import cells
 
@@ -26,6 +26,9 @@ def report_markdown(sources: Sources) -> str:
         header, rows = cells(table(bench.result))
         title = f"**{escaped(bench.name)}**: {escaped(workload_text(bench.result))}"
         blocks += [title, markdown_table(header, rows)]
+    for name in dict.fromkeys(bench.sweep for bench in sources.benches if bench.sweep):
+        loads = [bench for bench in sources.benches if bench.sweep == name]
+        blocks += [f"**{escaped(name)}**", markdown_table(*loads_table(loads))]
     for evaluation in sources.qualities:
         header = ["quality", *(name or "value" for name in evaluation.variants)]
         blocks += [f"**{escaped(evaluation.title)}**", markdown_table(header, quality_table(evaluation))]
@@ -41,7 +44,7 @@ def verdict(sources: Sources) -> Iterator[str]:
         lines.append(f"- {escaped(card.name)}: **{escaped(card.value)}**{note}{mark}")
     yield "\n".join(lines)
     for bench in sources.benches:
-        if bench.claims:
+        if bench.claims and not bench.sweep:
             yield "\n".join(f"- {escaped(bench.name)}: {escaped(line)}" for line in bench.claims)
         found = problems(bench)
         if found:

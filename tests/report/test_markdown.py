@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from optkit.bench.workload import WorkloadConfig
 from optkit.report.bench_file import Bench
 from optkit.report.document import Sources
 from optkit.report.markdown import escaped, markdown_table, report_markdown
@@ -23,6 +24,18 @@ def test_worse_numbers_and_disturbed_measurements_are_called_so() -> None:
     slower = bench_result({"new": [[record(0, 1.0)]], "old": [[record(0, 0.5)]]})
     text = report_markdown(Sources(None, [Bench("one", slower, ["the machine was busy"])]))
     assert "(2.00x old) **worse**" in text and "> **Disturbed**, one: the machine was busy" in text
+
+
+def test_a_sweep_is_a_table_of_its_loads() -> None:
+    loads = [
+        Bench(f"s, {rate}/s", bench_result(config=WorkloadConfig(request_rate=rate)), [], ["held"], "s")
+        for rate in (2.0, 1.0)
+    ]
+    text = report_markdown(Sources(None, loads))
+    assert text.startswith("### s\n") and text.index("| s, 1.0/s | optkit |") < text.index(
+        "| s, 2.0/s | optkit |"
+    )
+    assert "| 201 | 202 | 10 | held |" in text
 
 
 @pytest.mark.parametrize(
