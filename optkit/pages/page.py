@@ -68,6 +68,9 @@ details::details-content { content-visibility: visible; height: auto; } figure d
 """
 
 
+MOODS = {"": None, "good": "good"}  # classes of cards; of any other word ``bad``
+
+
 @dataclass(frozen=True)
 class Section:
     """A part of a page.
@@ -86,7 +89,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Card:
-    """A number at the top of a page. ``mood`` is ``good``, ``bad`` or empty, beside words of the same meaning."""
+    """A number at the top of a page. ``mood`` is ``good``, a word for trouble such as ``worse``, or empty."""
 
     name: str
     value: str
@@ -130,9 +133,14 @@ def cards(given: Sequence[Card]) -> list[Markup]:
         tag(
             "div",
             tag("dt", card.name),
-            tag("dd", card.value, tag("small", card.note) if card.note else None),
-            class_=card.mood or None,
+            tag("dd", card.value, *(tag("small", line) for line in (card.note, trouble(card)) if line)),
+            class_=MOODS.get(card.mood, "bad"),
         )
         for card in given
     ]
     return [tag("dl", *shown, class_="cards")] if shown else []
+
+
+def trouble(card: Card) -> str:
+    """The mood in words, unless all is well: colour alone says nothing."""
+    return "" if card.mood in ("", "good") else card.mood

@@ -103,8 +103,8 @@ def whole_cards(whole: PassRecord | None) -> list[Card]:
     for label in whole.measured:
         after = 1e3 * whole.measured[label][1]["median"]
         speedup = whole.speedup(label)
-        note = f"{number(after)} ms, measured" + ("" if speedup >= 1 else ": slower than the source model")
-        found.append(Card(label, f"{speedup:.2f}x", note, "good" if speedup >= 1 else "bad"))
+        note = f"{number(after)} ms, measured"
+        found.append(Card(label, f"{speedup:.2f}x", note, "good" if speedup >= 1 else "worse"))
     if whole.weight_bytes:
         before, after = whole.weight_bytes
         found.append(Card("weights", size_text(after), f"from {size_text(before)}"))

@@ -156,14 +156,16 @@ def bench_cards(bench: Bench, *, named: bool = False) -> list[Card]:
             }
             note = ", ".join(f"{ratio:.2f}x {other}" for other, ratio in ratios.items())
             better_everywhere = all((ratio - 1) * better > 0 for ratio in ratios.values())
-            mood = ("good" if better_everywhere else "bad") if ratios else ""
+            mood = ("good" if better_everywhere else "worse") if ratios else ""
             found.append(Card(f"{name}, {first}{where}", f"{number(value['median'])} {unit}", note, mood))
     if result.slo.bounds():
         attained = result.statistic(first, ("slo_attainment",))
         missed = result.slo_misses()
         note = "; ".join(missed) or "all bounds held at p95"
         value_text = share(attained["median"] if attained else None)
-        found.append(Card(f"requests within the SLO{where}", value_text, note, "bad" if missed else "good"))
+        found.append(
+            Card(f"requests within the SLO{where}", value_text, note, "missed" if missed else "good")
+        )
     return found
 
 

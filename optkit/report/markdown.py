@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from optkit.bench.table import table
 from optkit.pages.html import Markup
+from optkit.pages.page import trouble
 from optkit.pipeline.explain import disturbed_sentence
 from optkit.pipeline.report import evidence_cells, workload_labels
 from optkit.pipeline.report_page import records_in
@@ -15,7 +16,17 @@ from optkit.report.bench_sections import loads_table, problems, workload_text
 from optkit.report.document import Sources
 from optkit.report.rich_cells import cells
 
-SPECIAL = re.compile(r"([\\`*_{}\[\]()#+!|~$-])")
+TAG = re.compile(r"<[^>]*>")
+SPECIAL = re.compile(r"[\\`*_{}\[\]|~$]")
+AT_START = ("#", "+", "-")  # of headings and lists
+ENTITIES = (
+    ("&", "&amp;"),
+    ("<", "&lt;"),
+    (">", "&gt;"),
+    ("@", "&#64;"),
+    ("://", "&#58;//"),
+    ("www.", "www&#46;"),
+)
 MOST_PROBLEMS = 5
 
 
@@ -40,7 +51,7 @@ def verdict(sources: Sources) -> Iterator[str]:
     lines = []
     for card in sources.cards():
         note = f" ({escaped(card.note)})" if card.note else ""
-        mark = {"bad": " **worse**", "good": ""}.get(card.mood, "")
+        mark = f" **{trouble(card)}**" if trouble(card) else ""
         lines.append(f"- {escaped(card.name)}: **{escaped(card.value)}**{note}{mark}")
     yield "\n".join(lines)
     for bench in sources.benches:
@@ -86,18 +97,8 @@ def line_of(row: Sequence[str]) -> str:
 
 def escaped(text: str) -> str:
     """``text`` on a line, without Markdown, HTML, links and mentions."""
-    plain = (
-        " ".join(text.split())
-        if not isinstance(text, Markup)
-        else " ".join(re.sub("<[^>]*>", "", text).split())
-    )
-    plain = plain.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("@", "&#64;")
-    plain = plain.replace("://", "&#58;//").replace("www.", "www&#46;")
-    return SPECIAL.sub(
-        lambda found: found[1] if found[1] in "-+()!#$" and not needs(found) else "\\" + found[1], plain
-    )
-
-
-def needs(found: re.Match[str]) -> bool:
-    """True at the beginning of a line, the place of the marks of lists and headings."""
-    return found.start() == 0 or found[1] == "$"
+    plain = " ".join((TAG.sub("", text) if isinstance(text, Markup) else text).split())
+    for found, written in ENTITIES:
+        plain = plain.replace(found, written)
+    marked = SPECIAL.sub(r"\\\g<0>", plain)
+    return f"\\{marked}" if marked.startswith(AT_START) else marked

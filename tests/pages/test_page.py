@@ -35,3 +35,5 @@ def test_a_page_declares_language_width_and_policy() -> None:
 def test_cards_have_name_value_and_note() -> None:
     (made,) = cards([Card("<b>", "1.0x", "<i>", "good")])
     assert ParsedPage(made).words == "<b>1.0x<i>" and cards([]) == []
+    (made,) = cards([Card("a", "1", "", "worse")])
+    assert ParsedPage(made).words == "a1worse" and 'class="bad"' in made

@@ -48,13 +48,13 @@ def test_cards_have_the_ratio_to_each_side_and_the_slo() -> None:
     assert cards["TTFT p50, optkit"].mood == cards["output, optkit"].mood == "good"
     assert "TTFT p50, optkit, b" in [card.name for card in bench_cards(bench, named=True)]
     missed = cards["requests within the SLO"]
-    assert missed.value == "0.0%" and missed.mood == "bad" and "150 ms" in missed.note
+    assert missed.value == "0.0%" and missed.mood == "missed" and "150 ms" in missed.note
 
 
 def test_a_slower_candidate_is_called_bad() -> None:
     slower = bench_result({"new": [[record(0, 1.0)]], "old": [[record(0, 0.5)]]})
     card = bench_cards(Bench("b", slower))[0]
-    assert card.note == "2.00x old" and card.mood == "bad"
+    assert card.note == "2.00x old" and card.mood == "worse"
 
 
 def test_parts_of_the_time_to_first_token_add_up_to_the_client_s_time() -> None:
