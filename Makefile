@@ -41,7 +41,7 @@ help:
 	@echo "make arm      native kernels for 64-bit Arm, cross-compiled and emulated (g++-aarch64-linux-gnu, qemu-user; minutes)"
 	@echo "make clients  other projects' clients and agents, unmodified: chats, loads and tool loops to their end"
 	@echo "make load-clients  guidellm and aiperf, unmodified, for 'python -m bench.clients' (1 GB)"
-	@echo "make browser  the page at /demo in headless Chromium, fetched from npm into .browser (0.3 GB; needs Node.js)"
+	@echo "make browser  the page at /demo and reports in headless Chromium, fetched from npm into .browser (0.3 GB; needs Node.js)"
 	@echo "make wheel    build the wheel into dist/, install it into fresh environments and try the commands there"
 	@echo "make clean    remove .venv, the artifact and caches of this directory"
 	@echo
@@ -195,7 +195,7 @@ UNPACK   := const z = require("zlib"); for (const name of ["chromium", "al2023.t
     fs.writeFileSync(name, z.brotliDecompressSync(fs.readFileSync("package/bin/" + name + ".br")))
 
 browser: .browser/chromium $(VENV)/.test
-	OPTKIT_CHROMIUM=.browser/chromium $(BIN)/python -m pytest tests/serve/demo $(ARGS)
+	OPTKIT_CHROMIUM=.browser/chromium $(BIN)/python -m pytest tests/serve/demo tests/report/test_browser.py $(ARGS)
 
 .browser/chromium:
 	@echo "fetching headless Chromium into .browser"

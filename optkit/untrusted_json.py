@@ -7,6 +7,7 @@ checks.
 from __future__ import annotations
 
 import json
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -25,6 +26,12 @@ class Schema(BaseModel):
     """A JSON object with exactly the declared keys and types."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class PartSchema(Schema):
+    """The used part of a JSON object, with more keys allowed: a file of another version, or of another tool."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
 
 
 Checked = TypeVar("Checked", bound=Schema)
@@ -84,6 +91,15 @@ def parse_bounded(data: bytes, where: str, subject: str = "the file is") -> dict
         if not level:
             return value
     raise UserError(f"{subject} nested more than {MAX_DEPTH} deep", where=where)
+
+
+def without_nan(value: Any) -> Any:
+    """JSON data with None in place of numbers that are not finite."""
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: without_nan(item) for key, item in value.items()}
+    return [without_nan(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def children(node: Any) -> list[Any]:

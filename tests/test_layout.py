@@ -114,6 +114,7 @@ PACKAGES = (
     ),
     *(
         "machine",
+        "pages",
         "recipes",
         "recipe",
         "text",
@@ -125,8 +126,7 @@ PACKAGES = (
         "artifact",
     ),
     *("profiling", "runtime", "capture", "evaluation", "passes", "pipeline", "serve", "bench", "plan", "tune"),
-    "api",
-    "cli",
+    *("report", "api", "cli"),
 )
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from rich.text import Text
-
-from optkit.pipeline.report import element, html_table
+from optkit.pages.html import element, html_table
+from optkit.report.rich_cells import cells, plain
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,14 +16,8 @@ __all__ = ["element", "fragment", "html_table", "of_table"]
 
 def of_table(table: Table) -> str:
     """A table of the terminal as HTML, with the same cells."""
-    header = [plain(column.header) for column in table.columns]
-    rows = zip(*([plain(cell) for cell in column.cells] for column in table.columns), strict=True)
     caption = element("p", plain(table.caption)) if table.caption else ""
-    return html_table(header, rows) + caption
-
-
-def plain(cell: object) -> str:
-    return cell.plain if isinstance(cell, Text) else str(cell)
+    return html_table(*cells(table)) + caption
 
 
 def fragment(title: str, parts: Iterable[str], notes: Sequence[str] = ()) -> str:

@@ -152,6 +152,7 @@ def body(model: str, request: BenchRequest) -> dict[str, Any]:
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "ttft_details": True,  # of optkit; unknown to others, as ignore_eos is to some
     }
 
 
@@ -205,6 +206,8 @@ def _take_usage(record: RequestRecord, usage: dict[str, Any]) -> None:
     record.output_tokens = usage.get("completion_tokens", record.output_tokens)
     details = usage.get("prompt_tokens_details") or {}
     record.cached_tokens = details.get("cached_tokens") or record.cached_tokens
+    if isinstance(parts := usage.get("ttft_details"), list) and parts and isinstance(parts[0], dict):
+        record.ttft_details = parts[0]
 
 
 def problems(records: Sequence[RequestRecord], workload: RequestSchedule) -> list[str]:

@@ -38,6 +38,7 @@ class RequestRecord:
     output_tokens: int | None = None  # from the server's usage, else the sum over chunks
     cached_tokens: int = 0  # prompt tokens found in a prefix cache
     error: str | None = None
+    ttft_details: dict[str, Any] | None = None  # the server's parts of the time to first token, in seconds
 
     @property
     def ok(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +16,8 @@ from optkit.json_names import JSON_NAMES
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from optkit.evaluation.quality import Estimate, QualityReport
+    from optkit.evaluation.greedy import GreedyReport
+    from optkit.evaluation.quality import Estimate, PositionScore, QualityReport
     from optkit.evaluation.served import ServedReport
 
 CHARACTERS = 4  # per token, about, for a text tokenized by the server
@@ -38,12 +39,25 @@ def eval_command(
         typer.Option(help="UTF-8 text file, at most 64 MiB. Default: the held-out text shipped with optkit."),
     ] = None,
     tokens: Annotated[int, typer.Option(help="Number of tokens to score.", min=1024)] = 20480,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of text.")] = False,
+    greedy_tokens: Annotated[
+        int,
+        typer.Option(
+            help="With --against: tokens of greedy continuations of 16 prompts, compared token by token; 0: none.",
+            min=0,
+            max=1 << 16,
+        ),
+    ] = 64,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json", help="Print JSON on stdout instead of text: the input of optkit report --eval."
+        ),
+    ] = False,
 ) -> None:
     """Measure quality: perplexity, and with --against also KL divergence and top-1 agreement.
 
     An artifact runs through the serving runtime: paged KV cache, chunked prefill, two sequences a batch, the last
-    tokens of each window decoded one by one. For a URL, the server must return log probabilities of prompts
+    tokens of each window decoded in single steps. For a URL, the server must return log probabilities of prompts
     (/v1/completions with echo and logprobs: vLLM, optkit serve); the KL divergence is then a lower bound. The text is
     read in windows of 512 tokens. No pass reads the default text.
 
@@ -51,24 +65,42 @@ def eval_command(
     small models, int8 stays below 0.01 nats and above 97 % agreement, 4 bits below 0.08 nats. Four times the tokens
     halve the standard errors.
 
+    By position: a divergence that grows along a window comes from the KV cache or from attention. Greedy continuations
+    (not for a URL) show when a reader would meet the first other word.
+
+    optkit report --eval draws the output of --json.
+
     Example: optkit eval artifact/ --against smollm2-135m
     """
     with console.spinner("loading") as progress:
         from optkit.evaluation.text import read_text
 
         read = None if text is None else read_text(text)
+        origin = _origin(model, against)
         if model.startswith(("http://", "https://")):
             report, lines = _served(model, against, read, tokens, progress)
         else:
-            report, lines = _local(model, against, read, tokens, progress)
+            report, lines = _local(model, against, read, tokens, greedy_tokens, progress)
     if as_json:
-        console.print_json(report)
+        console.print_json(report | origin)
         return
     print_table(table(lines))
 
 
+def _origin(model: str, against: str | None) -> dict[str, Any]:
+    """Models and machine of an evaluation, for its file."""
+    from optkit.bench.environment import environment, public
+
+    root = Path.cwd()
+    return {
+        "model": public(model, root),
+        "against": None if against is None else public(against, root),
+        "environment": environment(),
+    }
+
+
 def _local(
-    model: str, against: str | None, text: str | None, tokens: int, progress: Any
+    model: str, against: str | None, text: str | None, tokens: int, greedy_tokens: int, progress: Any
 ) -> tuple[dict[str, Any], Lines]:
     """The report of a local model, as data and as lines."""
     from optkit.evaluation.quality import compare_many, perplexity
@@ -87,13 +119,18 @@ def _local(
     reference, source = _open(against, progress)
     windows = _windows(_tokenizer(directory, source), text, tokens, _length(candidate))
     progress(f"scoring {len(windows)} windows of {len(windows[0])} tokens")
-    reports = compare_many(reference, _variants(candidate), windows)
+    candidates = _variants(candidate)
+    reports = compare_many(reference, candidates, windows)
+    greedy = _greedy(reference, candidates, windows, greedy_tokens, progress)
     lines = [
         (f"{name} (steps of {variant})" if variant else name, value)
         for variant, report in reports.items()
-        for name, value in _lines(report)
+        for name, value in [*_lines(report), *_greedy_lines(greedy.get(variant))]
     ]
-    found = {variant: report.to_dict() for variant, report in reports.items()}
+    found = {
+        variant: report.to_dict() | ({"greedy": greedy[variant].to_dict()} if variant in greedy else {})
+        for variant, report in reports.items()
+    }
     return found.get("", {JSON_NAMES["variants"]: found}), lines
 
 
@@ -126,6 +163,25 @@ def _variants(candidate: Any) -> dict[str, Any]:
     if model is None or not limits:
         return {"": candidate}
     return {name: type(candidate)(model.at(tokens)) for name, tokens in named(limits).items()}
+
+
+def _greedy(
+    reference: Any, candidates: dict[str, Any], windows: list[list[int]], count: int, progress: Any
+) -> dict[str, GreedyReport]:
+    """Greedy continuations compared, by variant; empty where a side can't continue prompts, or has no room."""
+    from optkit.evaluation.greedy import GreedySource, compare_greedy, prompts_of
+
+    prompts = prompts_of(windows)
+    room = min(getattr(side, "max_length", 1 << 30) for side in (reference, *candidates.values()))
+    count = min(count, room - len(prompts[0]))
+    if count < 1 or not all(isinstance(side, GreedySource) for side in (reference, *candidates.values())):
+        return {}
+    progress(f"continuing {len(prompts)} prompts by {count} tokens")
+    return compare_greedy(reference, candidates, prompts, count)
+
+
+def _greedy_lines(report: GreedyReport | None) -> Lines:
+    return [] if report is None else [("equal greedy tokens", report.line())]
 
 
 def _length(source: Any) -> int:
@@ -228,7 +284,14 @@ def _lines(report: QualityReport) -> Lines:
         ("perplexity, source", _text(report.reference_ppl, spec=".3f")),
         ("perplexity, model", _text(report.ppl, spec=".3f")),
         ("ln(PPL model / PPL source), paired", _text(report.ln_ppl_ratio)),
+        *_position_lines(report.by_position),
     ]
+
+
+def _position_lines(scores: Sequence[PositionScore]) -> Lines:
+    """A line for the first, the middle and the last range of positions."""
+    few = dict.fromkeys([0, len(scores) // 2, len(scores) - 1]) if scores else {}
+    return [(f"mean KL, positions {scores[i].first} to {scores[i].last}", _text(scores[i].kl)) for i in few]
 
 
 def _served_lines(report: ServedReport) -> Lines:

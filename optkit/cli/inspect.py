@@ -70,9 +70,6 @@ def inspect(
         show_artifact(opened, run)
 
 
-MAX_REPORT_BYTES = 64 << 20
-
-
 # -- the content -------------------------------------------------------------------------------
 
 
@@ -83,13 +80,9 @@ def load_run(artifact: Artifact) -> RunRecord:
         UserError: the file is missing or not a report.
     """
     from optkit.pipeline.records import RunRecord
-    from optkit.pipeline.report_schema import ReportFile
-    from optkit.untrusted_json import check, parse_bounded, read_bounded
+    from optkit.pipeline.report_file import read_report
 
-    file = artifact.directory / "optkit" / "report.json"
-    data = parse_bounded(read_bounded(file, MAX_REPORT_BYTES), str(file), "the report can't be read:")
-    check(ReportFile, data, str(file), "the report can't be read")
-    return RunRecord.from_dict(data)
+    return RunRecord.from_dict(read_report(artifact.directory))
 
 
 def facts(artifact: Artifact, run: RunRecord) -> dict[str, Any]:
@@ -99,38 +92,18 @@ def facts(artifact: Artifact, run: RunRecord) -> dict[str, Any]:
     more = {
         "bounds": list(bounds(artifact, run)),
         "code": code_line(artifact),
-        "states": state_memory(artifact),
+        "states": state_facts(artifact),
         "baked": baked_facts(artifact),
         JSON_NAMES["variants"]: variant_names(run),
     }
     return known | run.to_dict() | more
 
 
-def state_memory(artifact: Artifact) -> dict[str, Any]:
-    """Bytes that the layers keep of a token and of a sequence, and what the recipe's ``kv_cache_bytes`` holds of both.
+def state_facts(artifact: Artifact) -> dict[str, Any]:
+    """``state_memory`` of the artifact's graph and recipe."""
+    from optkit.runtime.state_memory import state_memory
 
-    A GPU holds what fits the memory that is left, so there the numbers are unknown.
-    """
-    from optkit.graph.kv_layout import kv_layout
-    from optkit.graph.states import sequence_bytes, token_bytes
-    from optkit.recipe.engine_options import engine_options
-    from optkit.runtime.factory import num_blocks, num_states
-    from optkit.runtime.kv.pools import memory_plan
-
-    meta, options = artifact.meta(), engine_options(artifact.recipe)
-    known = {"token_bytes": token_bytes(meta.states), "sequence_bytes": sequence_bytes(meta.states)}
-    if options.kv_cache_bytes is None or not meta.states:
-        return known
-    slots, checkpoints = num_states(meta, options)
-    layout = kv_layout(meta.states)
-    try:
-        blocks = num_blocks(meta, options, slots, checkpoints, layout)
-    except UserError as error:  # optkit serve refuses it, too
-        return known | {"refusal": error.what}
-    plan = memory_plan(blocks, options.block_size, 0, meta.max_model_len, "", layout.windows)
-    tokens = {"kv_tokens": plan.num_tokens} if meta.kv_specs else {}
-    recurrent = {"state_slots": slots, "state_checkpoints": checkpoints} if known["sequence_bytes"] else {}
-    return known | tokens | recurrent
+    return state_memory(artifact.meta(), artifact.recipe)
 
 
 def baked_facts(artifact: Artifact) -> dict[str, Any]:
@@ -152,7 +125,7 @@ def baked_lines(artifact: Artifact) -> Iterator[str]:
 
 def state_lines(artifact: Artifact) -> Iterator[str]:
     """Sentences on ``state_memory``; none for a model without states."""
-    found = state_memory(artifact)
+    found = state_facts(artifact)
     kept = [
         f"{found[key]:,} bytes of {what}"
         for key, what in (("token_bytes", "KV a token"), ("sequence_bytes", "recurrent states a sequence"))

@@ -34,6 +34,7 @@ COMMANDS = {
     "rebuild": "optkit.cli.rebuild:rebuild",
     "verify": "optkit.cli.verify:verify",
     "eval": "optkit.cli.eval:eval_command",
+    "report": "optkit.cli.report:report",
     "export": "optkit.cli.export:export",
     "doctor": "optkit.cli.doctor:doctor",
 }

@@ -32,6 +32,7 @@ from optkit.evaluation.limits import FINAL_TOKENS, KEPT_ON_DISK, WINDOW_TOKENS
 from optkit.runtime.logits import RuntimeLogits as RuntimeLogits
 
 KEPT_BYTES = 1 << 30  # of the source model's logits, kept for later comparisons
+FIRST_POSITIONS = 16  # of a window, scored together
 ROWS = 8  # logits rows scored at once: temporaries of [8, V] float32 stay in the cache
 
 
@@ -59,6 +60,19 @@ class ModuleLogits:
     def logits(self, windows: Sequence[Sequence[int]]) -> Iterator[Tensor]:
         for window in windows:
             yield self.module(torch.tensor([window]), use_cache=False).logits[0].float()
+
+    @torch.inference_mode()
+    def greedy(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+        """``count`` tokens after each prompt, all prompts at once: equal lengths need no padding."""
+        tokens = new = torch.tensor([list(prompt) for prompt in prompts])
+        cache = None
+        for _ in range(count):
+            output = self.module(new, past_key_values=cache, use_cache=True)
+            cache = getattr(output, "past_key_values", None)
+            chosen = output.logits[:, -1].argmax(-1, keepdim=True)
+            tokens = torch.cat([tokens, chosen], dim=1)
+            new = tokens if cache is None else chosen  # a model with a cache of its own kind begins again
+        return tokens[:, -count:].tolist()
 
 
 class KeptLogits:
@@ -104,8 +118,21 @@ class Estimate:
 
 
 @dataclass(frozen=True)
+class PositionScore:
+    """The scores of positions ``first`` to ``last`` of the windows, counted from 0."""
+
+    first: int
+    last: int
+    kl: Estimate
+    top1_agreement: Estimate
+
+
+@dataclass(frozen=True)
 class QualityReport:
-    """A candidate against its reference on the same windows. Divergences are in nats."""
+    """A candidate against its reference on the same windows. Divergences are in nats.
+
+    ``by_position`` has the positions in ranges, each as long as all before.
+    """
 
     windows: int
     tokens: int  # scored positions
@@ -117,9 +144,10 @@ class QualityReport:
     kl_p99: float
     kl_max: float
     top1_agreement: Estimate  # 0..1
+    by_position: tuple[PositionScore, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"by_position": [asdict(score) for score in self.by_position]}
 
 
 def windows(
@@ -239,7 +267,23 @@ class _Totals:
             kl_p99=float(kl.quantile(0.99)),
             kl_max=float(kl.max()),
             top1_agreement=mean_estimate(self.same),
+            by_position=by_position(self.kl, self.same),
         )
+
+
+def by_position(kl: Sequence[Tensor], same: Sequence[Tensor]) -> tuple[PositionScore, ...]:
+    """Scores by position, from the scores of each window: the first ``FIRST_POSITIONS``, as many again, and so on.
+
+    A growth with the position points to long contexts: to the KV cache, or to attention.
+    """
+    longest, first, last = max(map(len, kl)), 0, FIRST_POSITIONS - 1
+    scores = []
+    while first < longest:
+        chosen = slice(first, last + 1)
+        sides = ([window[chosen] for window in column if len(window) > first] for column in (kl, same))
+        scores.append(PositionScore(first, min(last, longest - 1), *map(mean_estimate, sides)))
+        first, last = last + 1, 2 * last + 1
+    return tuple(scores)
 
 
 def _pieces(window: Sequence[int], *sides: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -23,7 +23,14 @@ import torch
 from torch import Tensor
 
 from optkit.errors import UserError
-from optkit.evaluation.quality import Estimate, LogitsSource, mean_estimate, perplexity_of
+from optkit.evaluation.quality import (
+    Estimate,
+    LogitsSource,
+    PositionScore,
+    by_position,
+    mean_estimate,
+    perplexity_of,
+)
 from optkit.extras import need_extra
 
 TOP = 5  # most likely tokens in a response: the maximum of OpenAI's API
@@ -55,9 +62,10 @@ class ServedReport:
     ln_ppl_ratio: Estimate | None = None
     kl_lower_bound: Estimate | None = None
     top1_agreement: Estimate | None = None
+    by_position: tuple[PositionScore, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"by_position": [asdict(score) for score in self.by_position]}
 
 
 class ScoringServer:
@@ -185,6 +193,7 @@ def compare_served(
         ln_ppl_ratio=mean_estimate([b - a for a, b in zip(expected, given, strict=True)]),
         kl_lower_bound=mean_estimate(kl),
         top1_agreement=mean_estimate(same),
+        by_position=by_position(kl, same),
     )
 
 

@@ -31,7 +31,9 @@ from optkit.pipeline.candidates import file_text
 from optkit.pipeline.compile_hook import write_code
 from optkit.pipeline.explain import misses
 from optkit.pipeline.records import RunRecord
-from optkit.pipeline.report import records_of, report_html
+from optkit.pipeline.report import records_of
+from optkit.pipeline.report_facts import facts
+from optkit.pipeline.report_page import report_html
 from optkit.recipe.schema import Recipe
 
 
@@ -66,7 +68,8 @@ def write_artifact(
         (internal / "recipe.yaml").write_text(recipe.to_yaml(), "utf-8")
         write_baked(directory, source, recipe, run)
         report = {"model": source.name, "recipe": recipe.name, "target": asdict(target), **run.to_dict()}
-        report["missed_predictions"] = misses(records_of(run))
+        report |= {"missed_predictions": misses(records_of(run)), "environment": environment}
+        report |= facts(graph, recipe, target)
         if digest := text_digest(recipe):
             report["evaluation"] = {"text": recipe.evaluation.text, "sha256": digest}
         if target.kind == "cpu":

@@ -1,142 +1,26 @@
-"""The report of a run for people: ``report.html`` in the artifact, and the table printed by ``optkit optimize``.
+"""A run in words and tables: the cells shared by the terminal and the page, and the table of ``optkit optimize``.
 
-The page is made from the report dict (``report.json`` in the artifact) alone: no script, no image, no font, nothing
-fetched. Every text of the page is escaped, since model names, skip reasons and options come from files. Numbers are
-shown as measured; a prediction stands next to each measurement, so a wrong cost model is visible.
+Numbers are shown as measured; a prediction stands next to each measurement, so a wrong cost model is visible.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from math import exp
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
-from optkit.pipeline import expert_coverage
 from optkit.pipeline.explain import (
     disturbed_sentence,
     explain,
     misses_sentence,
     objective_sentence,
-    speed_sentences,
 )
 from optkit.pipeline.records import PassRecord, RunRecord
 
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
-table { border-collapse: collapse; margin: .5rem 0 1rem; } th, td { text-align: left; padding: .2rem .8rem .2rem 0;
-border-bottom: 1px solid #ddd; vertical-align: top; } td { font-variant-numeric: tabular-nums; } h2 { margin-top:
-2rem; border-top: 2px solid #222; padding-top: .5rem; } .kept { color: #17652f; } .reduced { color: #8a5a00; }
-.rolled-back { color: #a02c1c; } .skipped { color: #666; } .note { color: #555; }
-"""
-NOTE = (
-    "Predicted is from the times of single layers, measured on this machine (on a GPU the roofline of the ops); "
-    "measured is the ratio of medians over alternating rounds on this "
-    "machine. The objective is the recipe's cost of the workload, after over before: below 1 is better. "
-    "Quality is against the source model on held-out text, through the same runtime."
-)
-
-
-# -- the page --------------------------------------------------------------------------------------------
-
-
-def report_html(report: Mapping[str, Any]) -> str:
-    """The report as a self-contained page.
-
-    Args:
-        report: ``model``, ``recipe``, ``target`` (a ``Target`` as a dict), ``passes`` and ``whole`` (``PassRecord``
-            dicts; ``whole`` is None when nothing was kept), ``alternatives``, records by label, and ``evaluation``, the
-            file and hash of the author's evaluation text.
-    """
-    passes = [PassRecord.from_dict(data) for data in report["passes"]]
-    whole = PassRecord.from_dict(report["whole"]) if report["whole"] else None
-    measured = [*passes, *([whole] if whole else [])]
-    title = f"{report['model']} by {report['recipe']}"
-    target = report["target"]
-    body = [
-        element("h1", title),
-        element("p", f"Made for {target_line(target)}."),
-        *(element("p", f"Source: {note}.") for note in report.get("notes", ())),
-        *whole_section(whole, target),
-        element("h2", "Passes"),
-        html_table(("pass", "decision", "reason", "sites", "weights"), map(overview_row, passes)),
-        element("p", NOTE, "note"),
-        *text_note(report.get("evaluation")),
-        element("p", predictions_line(measured), "note"),
-        *disturbed_note(measured),
-    ]
-    for label, records in report.get("alternatives", {}).items():
-        body += alternatives_section(label, [PassRecord.from_dict(data) for data in records])
-    for record in passes:
-        body += pass_section(record, target)
-    return page(title, body)
-
-
-def disturbed_note(records: Sequence[PassRecord]) -> list[str]:
-    """The paragraph on measurements beside other work; none for a quiet machine."""
-    sentence = disturbed_sentence(records)
-    return [element("p", f"{sentence[0].upper()}{sentence[1:]}.", "note")] if sentence else []
-
-
-def text_note(text: Mapping[str, str] | None) -> list[str]:
-    """The paragraph on an evaluation text of the recipe's author; none for the shipped text."""
-    if text is None:
-        return []
-    return [element("p", f"The held-out text is {text['text']}, sha256 {text['sha256']}.", "note")]
-
-
-def whole_section(whole: PassRecord | None, target: Mapping[str, Any]) -> list[str]:
-    heading = element("h2", "The whole, against the source model")
-    if whole is None:
-        return [heading, element("p", "No pass was kept: the artifact is the source model as it is.")]
-    return [heading, *evidence(whole, target)]
-
-
-def alternatives_section(label: str, records: Sequence[PassRecord]) -> list[str]:
-    """All candidates for a place of the pipeline: decision, reason, speed and quality."""
-    labels = workload_labels(records)
-    header = ("candidate", "decision", "reason", *labels, "KL, nats", "top-1", "weights")
-    rows = [(r.name, r.decision, r.reason, *evidence_cells(r, labels)) for r in records]
-    return [element("h2", f"Candidates: {label}"), html_table(header, rows)]
-
-
-def pass_section(record: PassRecord, target: Mapping[str, Any]) -> list[str]:
-    """A pass in full: decision, options, sites, skips, speed, quality."""
-    options = ", ".join(f"{key}={value}" for key, value in record.config.items())
-    parts = [
-        element("h2", record.name),
-        element("p", f"{record.decision}: {record.reason}", css_class(record)),
-        element("p", f"{sites_text(record)}." + (f" Options: {options}." if options else "")),
-    ]
-    if record.fallback:
-        parts.append(element("p", f"Back in float, the most sensitive first: {', '.join(record.fallback)}."))
-    if record.skips:
-        rows = [(skip["reason"], str(skip["count"]), skip["first"]) for skip in record.skips]
-        parts.append(html_table(("left alone because", "places", "first"), rows))
-    if tried := record.stats.get("compiled"):
-        parts.append(html_table(COMPILED_HEADER, map(compiled_row, tried)))
-    if experts := list(expert_coverage.rows(record.stats)):
-        parts.append(html_table(expert_coverage.HEADER, experts))
-    return parts + evidence(record, target)
-
-
-def evidence(record: PassRecord, target: Mapping[str, Any]) -> list[str]:
-    """Speed and quality of a record; empty for a pass without sites."""
-    parts = [element("p", f"{line}.") for line in speed_sentences(record, target)]
-    if record.objective:
-        parts.append(element("p", f"{objective_sentence(record)}."))
-    if record.measured:
-        header = ("step", "predicted", "measured", "before ms [quartiles]", "after ms [quartiles]")
-        parts.append(html_table(header, speed_rows(record)))
-    if record.weight_bytes:
-        parts.append(element("p", f"Weights: {weights_text(record)}."))
-    for steps, quality in (record.variants or ({"": record.quality} if record.quality else {})).items():
-        where = f", steps of {steps}" if steps else ""
-        parts.append(html_table((f"quality against the source model{where}", "value"), quality_rows(quality)))
-    return parts
+# -- a record in words -----------------------------------------------------------------------------------
 
 
 COMPILED_HEADER = ("tokens a step", "compiled ms", "uncompiled ms", "runs", "because")
@@ -149,34 +33,8 @@ def compiled_row(row: Mapping[str, Any]) -> tuple[str, ...]:
     return row["tokens"], *times, "compiled" if row["kept"] else "uncompiled", row["reason"] or "faster"
 
 
-def page(title: str, body: Sequence[str]) -> str:
-    policy = "default-src 'none'; style-src 'unsafe-inline'"
-    head = f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
-    head += f"<title>{escape(title)}</title><style>{STYLE}</style>"
-    content = "\n".join(body)
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{content}\n</body></html>\n'
-
-
-def element(tag: str, text: str, css: str = "") -> str:
-    attribute = f' class="{escape(css)}"' if css else ""
-    return f"<{tag}{attribute}>{escape(text)}</{tag}>"
-
-
-def html_table(header: Sequence[str], rows: Any) -> str:
-    lines = ["".join(element("th", cell) for cell in header)]
-    lines += ["".join(element("td", cell) for cell in row) for row in rows]
-    return "<table>\n" + "\n".join(f"<tr>{line}</tr>" for line in lines) + "\n</table>"
-
-
-# -- a record in words -----------------------------------------------------------------------------------
-
-
 def overview_row(record: PassRecord) -> tuple[str, ...]:
     return record.name, record.decision, record.reason, str(record.changed), weights_text(record)
-
-
-def css_class(record: PassRecord) -> str:
-    return record.decision.replace(" ", "-")
 
 
 def sites_text(record: PassRecord) -> str:

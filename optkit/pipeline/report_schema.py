@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
@@ -102,7 +103,7 @@ class RecordEntry(Shown):
     changed: int = 0
     stats: StatsEntry = Field(default_factory=StatsEntry)
     predicted: dict[str, Pair] = Field(default_factory=dict)
-    measured: dict[str, Annotated[tuple[TimingEntry, TimingEntry], Field(strict=False)]] = Field(
+    measured: Mapping[str, Annotated[tuple[TimingEntry, TimingEntry], Field(strict=False)]] = Field(
         default_factory=dict
     )
     weight_bytes: (
@@ -110,7 +111,7 @@ class RecordEntry(Shown):
     ) = Field(default_factory=list)
     objective: ObjectiveEntry | Empty = Field(default_factory=Empty)
     quality: QualityEntry | Empty = Field(default_factory=Empty)
-    forms: dict[str, QualityEntry] = Field(default_factory=dict)
+    forms: Mapping[str, QualityEntry] = Field(default_factory=dict)
     restored: list[str] = Field(default_factory=list)
     decision: str = ""
     reason: str = ""
@@ -127,7 +128,111 @@ class RecordEntry(Shown):
 class ReportFile(Shown):
     """report.json."""
 
-    passes: list[RecordEntry]
+    passes: Sequence[RecordEntry]
     whole: RecordEntry | None
-    alternatives: dict[str, list[RecordEntry]] = Field(default_factory=dict)
+    alternatives: Mapping[str, Sequence[RecordEntry]] = Field(default_factory=dict)
     notes: list[str] = Field(default_factory=list)
+
+
+# -- what the page shows beyond -----------------------------------------------------------------------------
+
+
+class PageEstimate(EstimateEntry):
+    """A measured number with its error."""
+
+    stderr: float
+
+
+class PageRatio(LogRatioEntry):
+    """A logarithm with its error."""
+
+    stderr: float
+
+
+class PageQuality(QualityEntry):
+    """A ``QualityReport``."""
+
+    kl_mean: PageEstimate
+    top1_agreement: PageEstimate
+    ln_ppl_ratio: PageRatio
+    reference_ppl: PageEstimate
+    ppl: PageEstimate
+    kl_p99: float
+    tokens: int
+    windows: int
+
+
+class PageTiming(TimingEntry):
+    """A ``StepTime`` with its quartiles."""
+
+    q1: Seconds
+    q3: Seconds
+
+
+class PageStats(StatsEntry):
+    """Statistics of a pass, those of calibrated experts included."""
+
+    expert_tokens: dict[str, Annotated[list[Size], Field(min_length=1)]] = Field(default_factory=dict)
+    rounded_experts: dict[str, dict[str, Size]] = Field(default_factory=dict)
+
+
+class PageRecord(RecordEntry):
+    """A ``PassRecord``."""
+
+    stats: PageStats = Field(default_factory=PageStats)
+    measured: dict[str, Annotated[tuple[PageTiming, PageTiming], Field(strict=False)]] = Field(
+        default_factory=dict
+    )
+    kv_token_bytes: list[Size] = Field(default_factory=list, max_length=2)
+    quality: PageQuality | Empty = Field(default_factory=Empty)
+    forms: dict[str, PageQuality] = Field(default_factory=dict)
+
+
+class PageTarget(Shown):
+    """The machine, a ``Target``."""
+
+    name: str
+    cores: int
+    source: str
+    isa: list[str] = Field(default_factory=list)
+    memory_bytes: Size = 0
+    fp32_flops: float = 0.0
+    int8_ops: float = 0.0
+    memory_bandwidth: float = 0.0
+
+
+class MemoryEntry(Shown):
+    """The memory plan (``report_facts.memory``)."""
+
+    weight_bytes: Size
+    token_bytes: Size
+    sequence_bytes: Size
+    max_model_len: Size
+    step_tokens: Size
+    activation_bytes: Size
+    pool_bytes: Size | None = None
+    kv_tokens: Size = 0
+    refusal: str = ""
+
+
+class TextEntry(Shown):
+    """The author's evaluation text."""
+
+    text: str
+    sha256: str
+
+
+class PageFile(ReportFile):
+    """report.json as the page shows it."""
+
+    model: str
+    recipe: str
+    target: PageTarget
+    passes: list[PageRecord]
+    whole: PageRecord | None
+    alternatives: dict[str, list[PageRecord]] = Field(default_factory=dict)
+    floor: list[Annotated[tuple[Size, Seconds], Field(strict=False)]] = Field(default_factory=list)
+    memory: MemoryEntry | None = None
+    evaluation: TextEntry | None = None
+    machine: dict[str, str] = Field(default_factory=dict)
+    environment: dict[str, str] = Field(default_factory=dict)

@@ -56,6 +56,30 @@ class RuntimeLogits:
             while outputs:  # the caller frees each window's logits before the next window
                 yield outputs.pop(0)
 
+    def greedy(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+        """``count`` tokens after each prompt, each the most likely one; prefill in chunks, then single steps."""
+        found: list[list[int]] = []
+        for first in range(0, len(prompts), SEQUENCES):
+            pair = [torch.tensor([*prompt, *[0] * count]) for prompt in prompts[first : first + SEQUENCES]]
+            self._continue(pair, [len(sequence) - count for sequence in pair])
+            found += [sequence[-count:].tolist() for sequence in pair]
+        return found
+
+    def _continue(self, sequences: list[Tensor], known: list[int]) -> None:
+        """Write a token behind the ``known`` ones of each sequence, again and again until all are full."""
+        tables = self._block_tables(sequences)
+        caches = self._caches(tables.numel())
+        done = [0] * len(sequences)
+        while open_ones := [i for i, tokens in enumerate(sequences) if known[i] < len(tokens)]:
+            take = {i: min(known[i] - done[i], max(1, self.chunk - 11 * i)) for i in open_ones}
+            inputs = self._inputs(sequences, tables, done, take)
+            rows = self.model({name: value.to(self.device) for name, value in inputs.items()} | caches)
+            for i, piece in zip(take, rows.split(list(take.values())), strict=True):
+                done[i] += take[i]
+                if done[i] == known[i]:
+                    sequences[i][known[i]] = piece[-1].argmax()
+                    known[i] += 1
+
     def _run(self, sequences: list[Tensor]) -> list[Tensor]:
         tables = self._block_tables(sequences)
         caches = self._caches(tables.numel())

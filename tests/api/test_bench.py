@@ -46,7 +46,7 @@ def test_bench_measures_a_running_server(tmp_path: Path) -> None:
     assert counted.ok and counted.result.statistic("server", ("slo_attainment",))["median"] == 0.0  # type: ignore[index]
     report.save(tmp_path / "r.json")
     assert json.loads((tmp_path / "r.json").read_text())["workload"]["num_prompts"] == 2
-    assert "SLO missed" in missed._repr_html_() and "<th>server</th>" in missed._repr_html_()
+    assert "SLO missed" in missed._repr_html_() and ">server</th>" in missed._repr_html_()
 
 
 def test_a_report_reads_medians_and_verdicts_of_paired_rounds() -> None:

@@ -12,7 +12,7 @@ def test_of_table_has_the_cells_of_the_terminal_escaped() -> None:
     table = Table("a", "b & c", caption="note")
     table.add_row("1 < 2", Text("x", style="red"))
     html = of_table(table)
-    assert "<th>a</th><th>b &amp; c</th>" in html
+    assert '<th scope="col">a</th><th scope="col">b &amp; c</th>' in html
     assert "<td>1 &lt; 2</td><td>x</td>" in html and html.endswith("<p>note</p>")
 
 

@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse
 from optkit.bench.client import problems, run_workload
 from optkit.bench.workload import WorkloadConfig, build
 from tests.support.fake_server import FakeServer, normal, text, usage
+from tests.support.serve_fakes import SteppedEngine, served, tiny_app
 
 IDS = list(range(1000))
 
@@ -55,6 +56,17 @@ def test_running_usage_counts_tokens_of_a_chunk():
 
     _, _, (r,) = run(script, num_prompts=1)
     assert [c.tokens for c in r.chunks] == [1, 1, 2] and r.tokens == 4
+
+
+def test_the_parts_of_the_ttft_are_those_that_an_optkit_server_tells():
+    load = build(WorkloadConfig(num_prompts=2, input_len=8, output_len=4), list(range(5, 200)))
+    with served(tiny_app(SteppedEngine())) as url:
+        records = run_workload(url, "tiny", load)
+    for r in records:
+        assert r.ok, r.error
+        parts = [r.ttft_details[name] for name in ("before_queue", "queue", "prefill", "chunk_wait")]
+        assert 0 < sum(parts) < r.first_token - r.send
+    assert run(normal)[2][0].ttft_details is None  # a server that tells none
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from optkit.artifact.manifest import MANIFEST, write_manifest
 from optkit.artifact.open import Artifact
-from optkit.cli.inspect import state_lines, state_memory
+from optkit.cli.inspect import state_facts, state_lines
 from optkit.cli.main import run
 from optkit.errors import printable
 from optkit.graph.ir import GraphMeta
@@ -245,4 +245,4 @@ def test_inspect_states_the_memory_of_a_token_and_a_sequence(
 def test_inspect_leaves_the_memory_of_states_to_the_start_on_a_gpu() -> None:
     meta = GraphMeta("bamba", 8, 64, HYBRID, "embed.weight", "lm_head")
     artifact = cast(Artifact, SimpleNamespace(recipe=parse_recipe(RECIPE), meta=lambda: meta))
-    assert state_memory(artifact) == {"token_bytes": 256, "sequence_bytes": 2048}
+    assert state_facts(artifact) == {"token_bytes": 256, "sequence_bytes": 2048}

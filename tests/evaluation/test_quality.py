@@ -54,6 +54,25 @@ def test_compare_gives_the_hand_computed_values():
     assert report.kl_median == report.kl_p99 == report.kl_max == pytest.approx(kl)
 
 
+def test_scores_by_position_are_means_over_each_range_of_the_windows():
+    reference, candidate = random_source(0), random_source(1)
+    report = compare(reference, candidate, WINDOWS)
+    assert [(s.first, s.last) for s in report.by_position] == [(0, 15), (16, 31), (32, 63), (64, 68)]
+    for score in report.by_position:
+        positions = slice(score.first, score.last + 1)
+        kl, same = [], []
+        for p, q in zip(reference.tensors, candidate.tensors, strict=True):
+            p, q = p[:-1][positions].double(), q[:-1][positions].double()
+            target = torch.nn.functional.kl_div(q.log_softmax(-1), p.softmax(-1), reduction="none").sum(-1)
+            kl.append(target)
+            same.append((p.argmax(-1) == q.argmax(-1)).double())
+        assert score.kl.value == pytest.approx(float(torch.cat(kl).mean()), rel=1e-5)
+        assert score.top1_agreement.value == pytest.approx(float(torch.cat(same).mean()))
+    counts = [s.last - s.first + 1 for s in report.by_position]
+    means = [s.kl.value for s in report.by_position]
+    assert sum(n * m for n, m in zip(counts, means, strict=True)) / 69 == pytest.approx(report.kl_mean.value)
+
+
 def test_compare_gives_0_when_the_sides_are_identical():
     report = compare(random_source(0), random_source(0), WINDOWS)
     assert report.kl_mean.value == report.kl_max == report.ln_ppl_ratio.value == 0

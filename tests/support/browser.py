@@ -6,6 +6,7 @@ needs the browser alone.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
@@ -45,12 +46,14 @@ class Page:
 
     Attributes:
         problems: messages of the page's console, its uncaught errors, and what its security policy refused.
+        requests: the address of each request, that of the page included.
     """
 
     to_browser: IO[bytes]
     from_browser: IO[bytes]
     session: str | None = None
     problems: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
     _sent: int = 0
     _rest: bytes = b""
 
@@ -72,6 +75,8 @@ class Page:
                 "Runtime.consoleAPICalled",
             ):
                 self.problems.append(json.dumps(found["params"]))
+            elif found.get("method") == "Network.requestWillBeSent":
+                self.requests.append(found["params"]["request"]["url"])
 
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
@@ -97,6 +102,19 @@ class Page:
             time.sleep(0.05)
         return value
 
+    def show_as(self, width: int, *, scheme: str = "light", media: str = "") -> None:
+        """Take a width in pixels, a color scheme, and a medium such as ``print``."""
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.send("Emulation.setDeviceMetricsOverride", **size)
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.send("Emulation.setEmulatedMedia", media=media, features=features)
+
+    def screenshot(self, width: int, height: int, top: float = 0.0, scale: float = 1.0) -> bytes:
+        """A PNG of the page from ``top`` on, below the window's edge too."""
+        clip = {"x": 0, "y": top, "width": width, "height": height, "scale": scale}
+        found = self.send("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
+        return base64.b64decode(found["data"])
+
     def type_text(self, text: str) -> None:
         """Type ``text`` into the element with the focus, as a keyboard does."""
         self.send("Input.insertText", text=text)
@@ -121,7 +139,7 @@ def opened(browser: str, url: str, profile: Path) -> Iterator[Page]:
             page = Page(writer, reader)
             target = page.send("Target.createTarget", url="about:blank")["targetId"]
             page.session = page.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-            for domain in ("Page", "Runtime", "Log"):
+            for domain in ("Page", "Runtime", "Log", "Network"):
                 page.send(f"{domain}.enable")
             page.send("Page.navigate", url=url)
             page.wait_for(f"location.href === {json.dumps(url)} && document.readyState === 'complete'")
