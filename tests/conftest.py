@@ -24,7 +24,6 @@ hypothesis.settings.register_profile("patient", deadline=None)  # by default 0.2
 hypothesis.settings.load_profile("patient")
 
 CAPTURING = (
-    "tests/artifact/",
     "tests/calibration/",
     "tests/capture/",
     "tests/checkpoint/",
