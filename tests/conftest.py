@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 from collections.abc import Generator, Iterator
@@ -17,18 +18,22 @@ from torch import Tensor
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated: before any is imported
 torch.set_num_threads(1)  # tiny matrices are faster without handing work over, and much so on a busy machine
+# pytest adds handlers to loggers that do not propagate, and with a handler torch describes every step of a trace.
+logging.getLogger("torch.__trace").propagate = True
 hypothesis.settings.register_profile("patient", deadline=None)  # by default 0.2 s for an example is a failure
 hypothesis.settings.load_profile("patient")
 
 CAPTURING = (
-    "tests/artifact/",
     "tests/calibration/",
     "tests/capture/",
     "tests/checkpoint/",
+    "tests/evaluation/",
     "tests/graph/",
     "tests/lowering/",
     "tests/passes/",
+    "tests/runtime/test_captured_model.py",
 )
+API = "tests/api/"  # its fixtures are the package's
 EMBEDDED = ("tests/checkpoint/test_locate.py", "tests/test_real_model.py", "tests/text/test_tokenizer.py")
 
 
@@ -36,13 +41,15 @@ EMBEDDED = ("tests/checkpoint/test_locate.py", "tests/test_real_model.py", "test
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Of several processes one has all tests that capture the same models, or convert the embedded one.
 
-    The other tests are shared out by file, for their fixtures.
+    The other tests are shared out by file, for their fixtures; those of the Python API by folder.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "models" if nodeid.startswith(CAPTURING + EMBEDDED) else nodeid.split("::")[0]
+            if nodeid.startswith(CAPTURING + EMBEDDED):
+                return "models"
+            return API if nodeid.startswith(API) else nodeid.split("::")[0]
 
     return ByFile(config, log)
 
@@ -59,6 +66,28 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
+    """After each file, and after a test for which a model was traced, free garbage and hide what lives on."""
+    before = num_traced()
+    done = yield
+    traced = num_traced() > before and item.nodeid.startswith(
+        CAPTURING
+    )  # tiny models, which may be garbage later
+    if nextitem is None or nextitem.path != item.path or traced:
+        gc.collect()
+        gc.freeze()
+    return done
+
+
+def num_traced() -> int:
+    """Programs in the cache of ``exported_once``."""
+    exported = sys.modules.get("tests.support.exported")
+    return len(exported.PROGRAMS) if exported else 0
 
 
 @pytest.fixture(autouse=True)

@@ -69,7 +69,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def test_the_cells_run_in_order_and_display_their_results(directory: Path) -> None:
-    variables = {"PYTHONPATH": str(ROOT), "OPTKIT_CACHE": str(directory / "cache")}
+    variables = {"PYTHONPATH": str(ROOT), "OPTKIT_CACHE": str(directory / "cache"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", program()],
         capture_output=True,

@@ -70,6 +70,7 @@ def start(
         "PYTHONPATH": os.pathsep.join(paths),
         "OPTKIT_CACHE": str(cache),
         "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
     }
     return subprocess.run(
         [sys.executable, *words],

@@ -210,7 +210,8 @@ def test_emulated_tiles_multiply_as_the_manual_says(faults: Path) -> None:
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
     program = tmp_path_factory.mktemp("emulated") / "faults"
     source = emulated.FOLDER / "faults.cpp"
-    subprocess.run(["g++", "-O1", "-std=c++17", *emulated.FLAGS, str(source), "-o", str(program)], check=True)
+    flags = ["-O1", "-std=c++17", *emulated.FLAGS, "-include", str(emulated.HEADER)]
+    subprocess.run(["g++", *flags, str(source), "-o", str(program)], check=True)
     return program
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +92,13 @@ def test_killed_between_two_layers_and_while_writing(
     whole, out, cache = tmp_path / "whole", tmp_path / "out", tmp_path / "cache"
     messages = uninterrupted(source, whole, tmp_path / "other", monkeypatch)
     assert worked_on(messages) == list(PASSES)
-    length = durations(messages)
+    length = durations(messages, end=time.monotonic())
     cache.mkdir()
-    killed(source, out, cache, "mixed_precision", length["mixed_precision"] * 0.4)
+    killed(source, out, cache, "mixed_precision", length["mixed_precision"] * 0.4, forked=True)
     assert not out.exists()
     states, groups = finished_states(cache), finished_groups(cache)
-    assert_only_the_rest(killed(source, out, cache, "write", length["write"] * 0.5), states, groups)
+    messages = killed(source, out, cache, "write", length["write"] * 0.2, forked=True)
+    assert_only_the_rest(messages, states, groups)
     assert not out.exists() and finished_states(cache) == len(PASSES) + 2
     last = uninterrupted(source, out, cache, monkeypatch)
     assert worked_on(last) == []
@@ -104,14 +106,14 @@ def test_killed_between_two_layers_and_while_writing(
     assert not list(tmp_path.glob(".out*"))
 
 
-def durations(messages: list[Message]) -> dict[str, float]:
-    """Seconds of each phase; the last is taken to be as long as the one before it."""
+def durations(messages: list[Message], end: float | None = None) -> dict[str, float]:
+    """Seconds of each phase, of which the last goes on to ``end``, by default for 2 seconds."""
     current, began = "start", {}
     for at, text, _ in messages:
         current = phase_of(text, current)
         began.setdefault(current, at)
     names = [name for name in PHASES if name in began]
-    ends = [*(began[name] for name in names[1:]), began[names[-1]] + 2.0]
+    ends = [*(began[name] for name in names[1:]), end or began[names[-1]] + 2.0]
     return {name: end - began[name] for name, end in zip(names, ends, strict=True)}
 
 

@@ -19,7 +19,8 @@ from tests.support.native_build import BUILD, ROOT, SOURCES, Missing
 
 FOLDER = ROOT / "tests" / "native" / "emulated"
 LEVELS = ("avx_vnni", "avx512_vnni", "amx_int8")  # of isas.h, that are emulated
-FLAGS = ("-g0", "-Wno-psabi", f"-I{SOURCES}", "-include", str(FOLDER / "intrinsics.h"))
+FLAGS = ("-g0", "-Wno-psabi", f"-I{SOURCES}")
+HEADER = FOLDER / "intrinsics.h"  # before each source
 
 
 def library(made: Path = BUILD / "emulated" / "emulated.so", flags: Sequence[str] = ()) -> Path:
@@ -33,7 +34,7 @@ def library(made: Path = BUILD / "emulated" / "emulated.so", flags: Sequence[str
     sources = [file for file in sorted(SOURCES.glob("*.cpp")) if file.name != "cpu_features.cpp"]
     sources.append(FOLDER / "cpu_features.cpp")
     inputs = [*FOLDER.glob("*.h"), Path(__file__)]
-    return native_build.library(made, sources, (*FLAGS, *flags), inputs)
+    return native_build.library(made, sources, (*FLAGS, *flags), inputs, HEADER)
 
 
 @contextmanager

@@ -17,20 +17,21 @@ from torch import Tensor
 
 from optkit.capture.export import LogitsOf
 
+PROGRAMS: dict[Any, Any] = {}  # by ``identity``
+
 
 class ExportOnce:
     """Replacement of ``optkit.capture.export.export`` with a cache."""
 
     def __init__(self, export: Callable[[Any], Any]) -> None:
         self.export = export
-        self.programs: dict[Any, Any] = {}
 
     def __call__(self, model: Any) -> Any:
         tensors = tensors_of(model)
         key = identity(model, tensors)
-        if key not in self.programs:
-            self.programs[key] = self.export(model)
-        program = self.programs[key]
+        if key not in PROGRAMS:
+            PROGRAMS[key] = self.export(model)
+        program = PROGRAMS[key]
         return SimpleNamespace(
             graph=deepcopy(program.graph),
             graph_signature=replace(

@@ -9,6 +9,7 @@ before the announced work begins.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -95,25 +96,42 @@ def worked_groups(messages: list[Message], name: str) -> dict[str, list[int]]:
 # -- the process that dies ---------------------------------------------------------------------------------
 
 
-def killed(source: Path, out: Path, cache: Path, phase: str, delay: float) -> list[Message]:
-    """Run in a child process killed in ``phase``; return the messages."""
+def killed(
+    source: Path, out: Path, cache: Path, phase: str, delay: float, *, forked: bool = False
+) -> list[Message]:
+    """Run in a child process killed in ``phase``; return the messages.
+
+    Args:
+        forked: start the child as a fork, which has imported everything and exported the model already.
+    """
     log = cache / "log"
     log.unlink(missing_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "tests.support.killed_run",
-        str(source),
-        str(out),
-        str(log),
-        phase,
-        str(delay),
-    ]
+    words = [str(source), str(out), str(log), phase, str(delay)]
+    code, errors = by_fork(words, cache) if forked else by_command(words, cache)
+    assert code == -signal.SIGKILL, errors
+    return [(at, text, part) for at, text, part in map(json.loads, log.read_text().splitlines())]
+
+
+def by_command(words: list[str], cache: Path) -> tuple[int, str]:
+    """Exit code and last errors of a new process."""
+    command = [sys.executable, "-m", "tests.support.killed_run", *words]
     environment = os.environ | {"OPTKIT_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
-    return [(at, text, part) for at, text, part in map(json.loads, log.read_text().splitlines())]
+    return done.returncode, done.stderr[-2000:]
+
+
+def by_fork(words: list[str], cache: Path) -> tuple[int | None, str]:
+    """Exit code of a forked process, which writes to standard error itself."""
+
+    def child() -> None:
+        os.environ["OPTKIT_CACHE"] = str(cache)
+        main(*words)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join()
+    return process.exitcode, "see standard error"
 
 
 def die() -> None:

@@ -29,8 +29,17 @@ def need_compiler() -> None:
         raise Missing("there is no g++; on Debian or Ubuntu: apt-get install g++")
 
 
-def library(made: Path, sources: Sequence[Path], flags: Sequence[str], inputs: Sequence[Path] = ()) -> Path:
+def library(
+    made: Path,
+    sources: Sequence[Path],
+    flags: Sequence[str],
+    inputs: Sequence[Path] = (),
+    header: Path | None = None,
+) -> Path:
     """``sources`` compiled with ``flags`` into the library ``made``, again if a source or one of ``inputs`` is newer.
+
+    Args:
+        header: included before each source, and parsed once for all.
 
     Raises:
         Missing: there is no g++.
@@ -38,18 +47,19 @@ def library(made: Path, sources: Sequence[Path], flags: Sequence[str], inputs: S
     need_compiler()
     newest = max(file.stat().st_mtime for file in [*sources, *SOURCES.glob("*.h"), *inputs, Path(__file__)])
     if not made.exists() or made.stat().st_mtime < newest:
-        build(made, sources, flags)
+        build(made, sources, flags, header)
     return made
 
 
-def build(made: Path, sources: Sequence[Path], flags: Sequence[str]) -> None:
+def build(made: Path, sources: Sequence[Path], flags: Sequence[str], header: Path | None = None) -> None:
     """Compile ``sources`` in parallel and link them. The library appears whole, for other processes too."""
     objects = made.with_name(f"{made.stem}-{os.getpid()}")
     objects.mkdir(parents=True, exist_ok=True)
+    first = precompiled(header, objects, flags) if header else []
 
     def compiled(source: Path) -> str:
         to = str(objects / f"{source.stem}.o")
-        subprocess.run(["g++", *COMPILE.split(), *flags, "-c", str(source), "-o", to], check=True)
+        subprocess.run(["g++", *COMPILE.split(), *flags, *first, "-c", str(source), "-o", to], check=True)
         return to
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -58,3 +68,12 @@ def build(made: Path, sources: Sequence[Path], flags: Sequence[str]) -> None:
     subprocess.run(["g++", *LINK.split(), *flags, *files, "-o", str(linked)], check=True)
     linked.replace(made)
     shutil.rmtree(objects)
+
+
+def precompiled(header: Path, folder: Path, flags: Sequence[str]) -> list[str]:
+    """The options that include ``header``, whose syntax tree goes to ``folder``."""
+    named = folder / header.name
+    named.write_text(f'#include "{header}"\n')
+    command = ["g++", *COMPILE.split(), *flags, "-x", "c++-header", str(named), "-o", f"{named}.gch"]
+    subprocess.run(command, check=True)
+    return ["-include", str(named)]

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
 
 def quick(replace: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Patch the pipeline by ``replace(module, name, value)``. Times of one repeat of tiny steps are noise."""
+    """Patch the pipeline by ``replace(module, name, value)``. Times of one repeat of tiny steps are noise.
+
+    A cache of the test's own gets the described machine, for the processes that the pipeline starts.
+    """
     from optkit.evaluation import kernel_times, speed
     from optkit.machine import target as targets
     from optkit.pipeline import judge, measurement, objective
     from optkit.text import corpora
-    from tests.support.target import TARGET
+    from tests.support.target import TARGET, keep_target
 
     load_text = corpora.load_text
     for module in (corpora, measurement):
@@ -24,3 +28,5 @@ def quick(replace: Callable[[Any, str, Any], None] = setattr) -> None:
     replace(judge, "PASS_TOKENS", 512)
     replace(objective, "TOLERANCE", math.inf)
     replace(targets, "detect", lambda refresh=False: TARGET)
+    if "OPTKIT_CACHE" in os.environ:
+        keep_target()

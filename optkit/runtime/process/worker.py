@@ -258,9 +258,12 @@ def first_message(sock: socket.socket, frames: ipc.FrameReader) -> ipc.Load:
 
 def load(args: argparse.Namespace, sock: socket.socket, frames: ipc.FrameReader) -> tuple[Engine, EngineInfo]:
     """The engine and its info. Imports come first, while the parent imports, too."""
+    gc.disable()  # imported modules live as long as the process: collections would look at them in vain
     import torch
 
     factory = resolve(args.factory)
+    gc.freeze()
+    gc.enable()
     message = first_message(sock, frames)
     torch.set_num_threads(message.options.threads or cores())
     start = time.monotonic()
