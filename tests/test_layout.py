@@ -125,7 +125,18 @@ PACKAGES = (
         "calibration",
         "artifact",
     ),
-    *("profiling", "runtime", "capture", "evaluation", "passes", "pipeline", "serve", "bench", "plan", "tune"),
+    *(
+        "profiling",
+        "runtime",
+        "capture",
+        "evaluation",
+        "passes",
+        "pipeline",
+        "serve",
+        "bench",
+        "plan",
+        "tune",
+    ),
     *("report", "api", "cli"),
 )
 

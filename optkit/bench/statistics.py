@@ -162,6 +162,12 @@ def misses_allowed(count: int, q: float, confidence: float = CONFIDENCE) -> int 
     return most if most >= 0 else None
 
 
+def is_shown(count: int, misses: int, q: float, confidence: float = CONFIDENCE) -> bool:
+    """True if ``misses`` of ``count`` requests above a bound show the ``q``-th percentile to be below the bound."""
+    allowed = misses_allowed(count, q, confidence) if count else None
+    return allowed is not None and misses <= allowed
+
+
 @dataclass(frozen=True)
 class PercentileBounds:
     """One-sided bounds of a percentile, each at ``confidence``; None where the requests are too few."""

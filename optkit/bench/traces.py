@@ -49,8 +49,8 @@ def block_len(scale: float) -> int:
 
 
 @lru_cache(maxsize=4)
-def read_trace(path: str, count: int) -> tuple[TraceRow, ...]:
-    """The first ``count`` requests of a file, in order of arrival.
+def read_trace(path: str, count: int | None = None) -> tuple[TraceRow, ...]:
+    """The first ``count`` requests of a file, or all, in order of arrival.
 
     Raises:
         UserError: no such file, a line in another format, or too few lines.
@@ -60,7 +60,7 @@ def read_trace(path: str, count: int) -> tuple[TraceRow, ...]:
             rows = sorted(islice(_rows(file, path), count), key=lambda row: row.at)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"the trace can't be read: {error}", where=path) from error
-    if len(rows) < count:
+    if count is not None and len(rows) < count:
         raise UserError(
             f"the trace has {len(rows)} requests, the run asks for {count}",
             where=path,
@@ -76,7 +76,7 @@ def _rows(file: TextIO, path: str) -> Iterator[TraceRow]:
     for number, values in lines:
         try:
             yield _checked(parse(values))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             fix = "a line is as in Mooncake's traces: timestamp (ms), input_length, output_length, hash_ids"
             raise UserError(
                 f"no request of a trace ({error!r:.80})", where=f"{path}:{number}", fix=fix

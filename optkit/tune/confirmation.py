@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from optkit.bench.records import RequestRecord
+from optkit.bench.statistics import samples_needed
 from optkit.tune import goal
-from optkit.tune.intervals import least_requests
 from optkit.tune.serving import Servers
 from optkit.tune.settings import Setting
 
@@ -44,7 +44,7 @@ def confirm(search: Search, setting: Setting) -> bool:
 def order(search: Search, number: int, servers: Servers, setting: Setting) -> dict[str, Any]:
     """Runs of an order of arrivals: more requests while misses could still be too few to matter."""
     share = goal.needed_share(search.slo)
-    counts = [least_requests(misses, share) for misses in range(MISSES + 1)]
+    counts = [samples_needed(100 * share, misses) for misses in range(MISSES + 1)]
     records: list[RequestRecord] = []
     missing: list[str] = []
     for part, count in enumerate(counts):
@@ -69,4 +69,4 @@ def order(search: Search, number: int, servers: Servers, setting: Setting) -> di
 def is_hopeless(search: Search, records: Sequence[RequestRecord], most: int, share: float) -> bool:
     """True if ``most`` requests could not show the objective any more, because of the misses so far."""
     misses = sum(goal.request_cost(search.slo, record) > 1 for record in records)
-    return least_requests(misses, share) > most
+    return samples_needed(100 * share, misses) > most

@@ -15,8 +15,9 @@ import numpy as np
 from optkit.bench.metrics import OPTKIT, chunk_gaps
 from optkit.bench.records import RequestRecord, span
 from optkit.bench.slo import RATES, Slo, Term
+from optkit.bench.statistics import is_shown
 from optkit.errors import UserError
-from optkit.tune.intervals import is_shown, upper_mean
+from optkit.tune.intervals import upper_mean
 
 
 def check_goal(slo: Slo) -> None:
@@ -100,20 +101,22 @@ def is_within(term: Term, record: RequestRecord) -> bool:
 def is_held(slo: Slo, records: Sequence[RequestRecord]) -> list[str]:
     """A line for each part of the objective not shown by ``records`` at 95 % confidence; empty where all are shown.
 
-    A percentile and a share need enough requests within the bound (``optkit.tune.intervals.is_shown``), a mean has
+    A percentile and a share need enough requests within the bound (``optkit.bench.statistics.is_shown``), a mean has
     Student's interval, a rate counts as measured.
     """
     if slo.share is not None:
         misses = sum(not all(is_within(term, record) for term in slo.terms) for record in records)
         return (
-            [] if is_shown(len(records), misses, slo.share) else [_not_shown(str(slo), misses, len(records))]
+            []
+            if is_shown(len(records), misses, 100 * slo.share)
+            else [_not_shown(str(slo), misses, len(records))]
         )
     lines = []
     for term in slo.terms:
         percentile = term.percentile
         if percentile is not None and term.is_upper:
             misses = sum(not is_within(term, record) for record in records)
-            if not is_shown(len(records), misses, percentile / 100):
+            if not is_shown(len(records), misses, percentile):
                 lines.append(_not_shown(str(term), misses, len(records)))
         elif not term.met(_worst(term, records)):
             lines.append(f"{term}: {_worst(term, records):.4g}")

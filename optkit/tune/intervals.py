@@ -1,4 +1,8 @@
-"""The few statistics of tuning: intervals of paired log-ratios, and what a number of requests without misses shows."""
+"""Intervals of few rounds: Student's, of paired log-ratios and of means.
+
+A race decides after two rounds or more, and a budget is too short for the six that an interval without normality needs
+(``optkit.bench.statistics``). A confirmation goes by exact order statistics of that module.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-CONFIDENCE = 0.95
 T_975 = (  # Student's t at 97.5 %, for 1 to 30 degrees of freedom
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
@@ -63,26 +66,6 @@ def paired_ratio(over: Sequence[float], under: Sequence[float]) -> Ratio:
 def student(degrees: int) -> float:
     """Student's t at 97.5 %."""
     return T_975[min(degrees, len(T_975)) - 1]
-
-
-def is_shown(requests: int, misses: int, share: float) -> bool:
-    """True if ``misses`` of ``requests`` show at 95 % confidence a ``share`` of all requests within a bound.
-
-    The exact binomial bound: 59 requests without a miss show a p95, 93 with a miss, 124 with two.
-    """
-    tail = sum(math.comb(requests, k) * (1 - share) ** k * share ** (requests - k) for k in range(misses + 1))
-    return requests > 0 and tail <= 1 - CONFIDENCE
-
-
-def least_requests(misses: int, share: float) -> int:
-    """The fewest requests to show ``share`` with ``misses`` misses."""
-    low, high = misses, max(misses, 1)
-    while not is_shown(high, misses, share):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_shown(middle, misses, share) else (middle, high)
-    return high
 
 
 def upper_mean(values: Sequence[float]) -> float:

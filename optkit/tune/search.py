@@ -22,12 +22,13 @@ from functools import partial
 from typing import Any
 
 from optkit.bench.slo import Slo
+from optkit.bench.statistics import samples_needed
 from optkit.bench.workload import RequestSchedule
 from optkit.errors import UserError
 from optkit.tune import goal
 from optkit.tune.calibration import Calibration
 from optkit.tune.confirmation import ORDERS, confirm
-from optkit.tune.intervals import Ratio, least_requests, paired_ratio
+from optkit.tune.intervals import Ratio, paired_ratio
 from optkit.tune.journal import Journal, Trial
 from optkit.tune.lab import TAIL, Lab, Shape
 from optkit.tune.outcome import Outcome
@@ -94,7 +95,7 @@ class Search:
 
     def confirm_seconds(self) -> float:
         """The time of a confirmation with a miss in each order, in seconds."""
-        count = least_requests(1, goal.needed_share(self.slo))
+        count = samples_needed(100 * goal.needed_share(self.slo), misses=1)
         return START_SECONDS + ORDERS * self.duration(count)
 
     def duration(self, count: int) -> float:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from optkit.bench import statistics
 from optkit.bench.statistics import (
+    is_shown,
     mean_interval,
     misses_allowed,
     percentile_bounds,
@@ -32,6 +33,14 @@ def test_samples_needed_are_the_published_numbers(q: float, misses: int, count: 
     assert samples_needed(q, misses) == count
     assert misses_allowed(count, q) == misses
     assert misses_allowed(count - 1, q) == (misses - 1 if misses else None)
+    assert is_shown(count, misses, q)
+    assert not is_shown(count - 1, misses, q)
+
+
+def test_a_percentile_that_does_not_hold_is_rarely_shown() -> None:
+    """With a true share just below the bound, at most 5 % of samples of 59 show it."""
+    misses = np.random.default_rng(0).binomial(59, 0.0501, 20_000)
+    assert np.mean([is_shown(59, int(count), 95) for count in misses]) <= 0.05
 
 
 @given(st.integers(1, 150), st.sampled_from([50, 90, 95, 99]))

@@ -7,24 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from optkit.tune.intervals import Ratio, is_shown, least_requests, paired_ratio, upper_mean
-
-
-@pytest.mark.parametrize(
-    ("share", "misses", "requests"),
-    [(0.95, 0, 59), (0.95, 1, 93), (0.95, 2, 124), (0.99, 0, 299), (0.99, 1, 473), (0.5, 0, 5)],
-)
-def test_the_requests_that_show_a_percentile_are_those_of_the_literature(
-    share: float, misses: int, requests: int
-) -> None:
-    assert least_requests(misses, share) == requests
-    assert is_shown(requests, misses, share) and not is_shown(requests - 1, misses, share)
-
-
-def test_a_share_that_does_not_hold_is_rarely_shown() -> None:
-    """With a true share just below the bound, at most 5 % of samples of 59 show it."""
-    misses = np.random.default_rng(0).binomial(59, 0.0501, 20_000)
-    assert np.mean([is_shown(59, int(count), 0.95) for count in misses]) <= 0.05
+from optkit.tune.intervals import Ratio, paired_ratio, upper_mean
 
 
 def test_paired_ratios_cover_the_truth_in_95_of_100_cases() -> None:
