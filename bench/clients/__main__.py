@@ -7,8 +7,8 @@ In each round every tool sends own prompts of equal lengths, in turn; optkit's c
 tool's formulas. Compared are the medians over rounds of the ratios to optkit's numbers of the
 same round: mean TTFT, mean inter-token latency, output tokens per second. Exit code 1: a ratio is off by more than 5 %.
 
-The server gets a half of the cores and the tools the rest: aiperf is a dozen processes, and would slow the server down on
-shared cores, which is no difference between measurements. A machine with a single core has no rest.
+The server gets a half of the cores and the tools the rest: aiperf is a dozen processes, and would slow the server
+down on shared cores, which is no difference between measurements. A machine with a single core has no rest.
 """
 
 from __future__ import annotations
