@@ -6,12 +6,16 @@
 In each round every tool sends own prompts of equal lengths, in turn; optkit's client runs once for each tool, with the
 tool's formulas. Compared are the medians over rounds of the ratios to optkit's numbers of the
 same round: mean TTFT, mean inter-token latency, output tokens per second. Exit code 1: a ratio is off by more than 5 %.
+
+The server gets a half of the cores and the tools the rest: aiperf is a dozen processes, and would slow the server
+down on shared cores, which is no difference between measurements. A machine with a single core has no rest.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -60,7 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = [args.only] if args.only else list(RUN)
     before = environment()
     port = free_port()
+    server_cores, tool_cores = split_cores(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, server_cores)  # a new process has the cores of its parent
     with running(optkit_command(args.artifact, port), port) as url:
+        os.sched_setaffinity(0, tool_cores)
         target = Target(url, model_name(url), args.artifact.resolve())
         rows = measured(target, names, args)
     result = medians(rows, names)
@@ -69,15 +76,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         for number, ratio in of.items():
             print(f"{name:10} {number:18} {ratio:6.3f} x optkit{'   MISSED' * off(ratio)}")
     if args.save_result:
-        content = {
-            "kind": "clients",
-            "environment": before,
-            "missed": missed,
-            "ratios": result,
-            "rounds": rows,
-        }
+        cores = {"server_cores": sorted(server_cores), "tool_cores": sorted(tool_cores)}
+        content = {"kind": "clients", "environment": before, **cores, "missed": missed, "ratios": result}
+        content["rounds"] = rows
         args.save_result.write_text(json.dumps(content, indent=1) + "\n")
     return 1 if missed else 0
+
+
+def split_cores(usable: set[int]) -> tuple[set[int], set[int]]:
+    """The cores of the server and of the tools: a half each, or the same single core."""
+    cores = sorted(usable)
+    half = len(cores) // 2
+    return (set(cores[:half]), set(cores[half:])) if half else (set(cores), set(cores))
 
 
 def off(ratio: float) -> bool:

@@ -114,7 +114,9 @@ class Session:
     def warm_up(self, config: workload.WorkloadConfig, count: int) -> None:
         """Send ``count`` unmeasured requests to each side."""
         load = warmups(config, self.ids, count)
-        for side in self.sides if load else ():
+        if load is None:
+            return
+        for side in self.sides:
             self.progress(f"{side.name}: warm-up")
             side.run(load)
 

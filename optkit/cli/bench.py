@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -338,7 +339,7 @@ def _load(
     )  # fmt: skip
 
 
-def _refuse(given: dict[str, object], option: str) -> None:
+def _refuse(given: Mapping[str, object], option: str) -> None:
     """Refuse options that would be without effect."""
     for name, value in given.items():
         if value:

@@ -53,6 +53,12 @@ def test_reports_become_numbers_and_lost_requests_are_errors() -> None:
             read(report, 5)  # type: ignore[operator]
 
 
+def test_server_and_tools_have_cores_of_their_own_where_there_are_two() -> None:
+    assert command.split_cores({0, 1}) == ({0}, {1})
+    assert command.split_cores({4, 5, 6}) == ({4}, {5, 6})
+    assert command.split_cores({3}) == ({3}, {3})
+
+
 def test_a_tool_that_fails_shows_its_output(tmp_path: Path) -> None:
     with pytest.raises(ToolError, match=r"code 3: .*broken"):
         tools.run("x", ["sh", "-c", "echo broken; exit 3"], tmp_path, {})
@@ -89,6 +95,7 @@ def test_the_command_compares_and_saves(
     def running(command: list[str], port: int) -> Iterator[str]:
         yield "http://x"
 
+    monkeypatch.setattr(command.os, "sched_setaffinity", lambda process, cores: None)
     monkeypatch.setattr(command, "RUN", {"guidellm": tool, "aiperf": tool})
     monkeypatch.setattr(tools, "optkit", own)
     monkeypatch.setattr(command, "running", running)
