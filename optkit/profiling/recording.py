@@ -136,11 +136,11 @@ class Recording:
 
     @property
     def is_on(self) -> bool:
-        """True until all steps that are wanted are recorded."""
+        """True until all wanted steps are recorded."""
         return any(self.counts[phase] < self.steps for phase in PHASES)
 
     def close(self) -> None:
-        """Let the model run its plain functions, also after a step that failed."""
+        """Let the model run the plain functions, also after a failed step."""
         self._on = False
         self.model.variants = self.plain
 
@@ -180,7 +180,7 @@ class Recording:
 
     @property
     def _used(self) -> int:
-        """The number of native records so far, those without room included."""
+        """The number of native records so far, also of records without room."""
         return self.timing.recorder.used if self.timing.recorder else 0
 
     # -- the result ------------------------------------------------------------------------------------
