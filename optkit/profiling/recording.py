@@ -101,9 +101,15 @@ class Recording:
     Args:
         most_tokens: of a step.
 
+    Attributes:
+        is_on: True until all wanted steps are recorded.
+        counts: recorded steps of each phase.
+
     Raises:
         UserError: a number of steps out of range, or a model on a GPU.
     """
+
+    is_on = True
 
     def __init__(self, model: Executable, most_tokens: int, steps: int = STEPS) -> None:
         if not 1 <= steps <= MOST_STEPS:
@@ -133,11 +139,6 @@ class Recording:
         from optkit.kernels.cpu.recorder import ticks
 
         return ticks()
-
-    @property
-    def is_on(self) -> bool:
-        """True until all wanted steps are recorded."""
-        return any(self.counts[phase] < self.steps for phase in PHASES)
 
     def close(self) -> None:
         """Let the model run the plain functions, also after a failed step."""
@@ -177,6 +178,7 @@ class Recording:
             calls = tuple(self.timing.calls)
             self._taken.append(_Taken(self._work, times, runs, calls, self._first, self._used))
             self.counts[self._phase] += 1
+            self.is_on = any(self.counts[phase] < self.steps for phase in PHASES)
 
     @property
     def _used(self) -> int:
