@@ -1,4 +1,4 @@
-"""Observers of the steps of an engine. Without a recording a step calls four empty functions."""
+"""Observers of the steps of an engine. Without a recording a step calls three empty functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a profile: a timeline and a table for each phase, in a single HTML file that loads nothing."""
+"""The page of a profile: a timeline and a table for each phase, in a single HTML file without requests."""
 
 from __future__ import annotations
 

@@ -101,9 +101,15 @@ class Recording:
     Args:
         most_tokens: of a step.
 
+    Attributes:
+        is_on: True until all wanted steps are recorded.
+        counts: recorded steps of each phase.
+
     Raises:
         UserError: a number of steps out of range, or a model on a GPU.
     """
+
+    is_on = True
 
     def __init__(self, model: Executable, most_tokens: int, steps: int = STEPS) -> None:
         if not 1 <= steps <= MOST_STEPS:
@@ -134,13 +140,8 @@ class Recording:
 
         return ticks()
 
-    @property
-    def is_on(self) -> bool:
-        """True until all steps that are wanted are recorded."""
-        return any(self.counts[phase] < self.steps for phase in PHASES)
-
     def close(self) -> None:
-        """Let the model run its plain functions, also after a step that failed."""
+        """Let the model run the plain functions, also after a failed step."""
         self._on = False
         self.model.variants = self.plain
 
@@ -177,10 +178,11 @@ class Recording:
             calls = tuple(self.timing.calls)
             self._taken.append(_Taken(self._work, times, runs, calls, self._first, self._used))
             self.counts[self._phase] += 1
+            self.is_on = any(self.counts[phase] < self.steps for phase in PHASES)
 
     @property
     def _used(self) -> int:
-        """The number of native records so far, those without room included."""
+        """The number of native records so far, also of records without room."""
         return self.timing.recorder.used if self.timing.recorder else 0
 
     # -- the result ------------------------------------------------------------------------------------

@@ -203,7 +203,7 @@ def _row(key: tuple[str, str, str], costs: Sequence[Cost], seconds: float, targe
 
 
 def step_costs(graph: Graph, work: Sequence[Work]) -> Mapping[str, Cost]:
-    """The cost of each op of a step, by the name of its node. Attention is counted for each sequence by itself."""
+    """The cost of each op of a step, by the name of the node. Attention is counted for each sequence."""
     tokens, longest = sum(each.num_new for each in work), max(each.context for each in work)
     point = Point(tokens, len(work), longest)
     values = infer_shapes(graph, point)

@@ -188,5 +188,5 @@ class _Native:
 
 
 def nested(slices: Iterable[Slice]) -> list[Slice]:
-    """``slices`` in order of start, outer ones first."""
+    """``slices`` in order of start, outer slices first."""
     return sorted(slices, key=lambda each: (each.start, -each.end))
