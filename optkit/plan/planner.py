@@ -238,7 +238,9 @@ def low_ceilings(steps: Calibrated) -> str:
     if not faster:
         return ""
     listed = ", ".join(faster)
-    return f"layers run faster than the roofline ({listed}): optkit doctor --refresh measures the ceilings again"
+    return (
+        f"layers run faster than the roofline ({listed}): optkit doctor --refresh measures the ceilings again"
+    )
 
 
 def times_of(
