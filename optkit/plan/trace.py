@@ -63,7 +63,7 @@ def row(line: str, where: str, scale: float) -> Arrival:
         data = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise UserError("not a line of JSON", where=where, fix=EXAMPLE) from error
-    values = [data.get(key) if isinstance(data, dict) else None for key in KEYS]
+    values: list[Any] = [data.get(key) if isinstance(data, dict) else None for key in KEYS]
     for key, value in zip(KEYS, values, strict=True):
         least = 0 if key == "timestamp" else 1
         good = isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value < 1e15
