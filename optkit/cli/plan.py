@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from optkit.plan.planner import ServingPlan
 
 MOST_HINTS = 3
+WORST = 0.8  # gain by the objective: a pass below helps a single phase at too high a price
 
 
 def plan(
@@ -176,7 +177,7 @@ def times_table(found: ServingPlan) -> Any:
 
 
 def milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 10 else f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
 
 
 def clients_lines(found: ServingPlan) -> list[str]:
@@ -216,8 +217,9 @@ def help_lines(found: ServingPlan) -> list[str]:
     if inside:
         listed = ", ".join(f"{one.name} {one.objective:.2f}x" for one in inside[:MOST_HINTS])
         lines.append(f"gain by {objective}, passes of the recipe: {listed}")
-    if found.left_out:
-        listed = ", ".join(hint(one, objective) for one in found.left_out[:MOST_HINTS])
+    others = [one for one in found.left_out if one.objective > WORST]
+    if others:
+        listed = ", ".join(hint(one, objective) for one in others[:MOST_HINTS])
         lines.append(f"not in the recipe: {listed} (quality: optkit optimize measures it)")
     else:
         lines.append("no other pass is predicted to gain")

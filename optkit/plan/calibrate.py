@@ -20,6 +20,7 @@ from optkit.evaluation.kernel_times import LAYERS, REPEATS, KernelTimes
 from optkit.graph.ir import Graph
 from optkit.graph.shapes import Point
 from optkit.machine.target import Target
+from optkit.plan.engine_time import engine_time
 from optkit.plan.steps import Step, StepModel, StepTime
 from optkit.recipe.schema import Recipe
 
@@ -134,13 +135,15 @@ def calibrate(
     """``model`` corrected at the anchors known for this machine.
 
     Args:
-        measure: measures anchors that are not known, for ``seconds`` at most.
+        measure: measures unknown anchors and the engine's own time, for ``seconds`` at most.
     """
     if target.source != "measured" or target.kind != "cpu":
         return Calibrated(model)
     known = KnownTimes(target, recipe, keep=False)
     times = KernelTimes(target, recipe) if measure else known
     start, anchors = clock(), list[Anchor]()
+    if measure:
+        model = model.with_engine(*engine_time(graph.meta.vocab_size))
     for point in anchor_points(graph, recipe):
         predicted = model.at(point, recipe.runtime.max_num_batched_tokens)
         expected = START_SECONDS + 2 * (REPEATS + 1) * predicted.seconds * layers_share(graph)

@@ -36,6 +36,7 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "kv_int8": {},
     "kv_fp8": {},
 }
+GPU_ONLY = {"fp8", "kv_fp8"}  # on a CPU optkit has no kernels for these types
 LEAST = 1.01  # gains below are no gain
 
 
@@ -115,7 +116,7 @@ def left_out(chain: Chain, context: PassContext, predict: Predict) -> list[Gain]
     base, found = predict(chain.result), []
     used = {one.entry.pass_name for one in chain.passes}
     for name, options in CANDIDATES.items():
-        if name in used:
+        if name in used or (name in GPU_ONLY and context.target.kind != "cuda"):
             continue
         candidate = resolved(name, options)
         place = place_of(candidate, chain.passes)

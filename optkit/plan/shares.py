@@ -67,8 +67,8 @@ CPU = Shares(
     reading=0.95,
     calls={Unit.FLOAT: 1e-5, Unit.PLAIN_ATTENTION: 1.5e-4},
     call_seconds=5e-7,  # ops of a native program
-    row_seconds=5e-5,
-    step_seconds=2e-4,
+    row_seconds=1e-4,
+    step_seconds=6e-4,
     source="shares of the ceilings that optkit's kernels reach",
 )
 BY_KIND = {"cpu": CPU, "cuda": FLOOR}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -117,11 +117,17 @@ class StepModel:
 
     def __init__(self, graph: Graph, target: Target, shares: Shares | None = None) -> None:
         self.target, self.shares = target, shares or BY_KIND[target.kind]
+        self.source = graph
         self.graph = as_lowered(graph, target) if target.kind == "cuda" else graph
         self.fused = fused_nodes(graph)
         self.rows = lru_cache(maxsize=None)(self._rows)
         self.by_sequence = lru_cache(maxsize=1024)(self._by_sequence)
         self.headed = lru_cache(maxsize=None)(self._headed)
+
+    def with_engine(self, step: float, row: float) -> StepModel:
+        """The same model with seconds of the engine for a step, and for each sequence in the step."""
+        shares = replace(self.shares, step_seconds=step, row_seconds=row)
+        return StepModel(self.source, self.target, shares)
 
     def step(self, step: Step) -> StepTime:
         """The predicted time of ``step``."""
