@@ -37,7 +37,6 @@ from optkit.tune.calibration import Calibration
 from optkit.tune.lab import Machine, Shape
 from optkit.tune.settings import Setting, grid
 from optkit.tune.simulator import Overheads, capacity, simulate, simulate_rate
-from optkit.tune.step_costs import StepCosts
 
 BOUND = 0.15  # relative
 BELOW = 0.8  # load
@@ -98,7 +97,7 @@ def compare(machine: OneArtifact, known: Calibration, share: float, count: int, 
     expected = simulate(config, known.costs, single.requests, clients=1, overheads=known.overheads).records
     drift = median_seconds(alone) / median_seconds(expected)
     at_speed = simulate(
-        config, scaled(known.costs, drift), schedule.requests, overheads=slower(known.overheads, drift)
+        config, known.costs.scaled(drift), schedule.requests, overheads=slower(known.overheads, drift)
     )
     a, b, c = summarize(simulated.records), summarize(records), summarize(at_speed.records)
     row: dict[str, Any] = {
@@ -120,11 +119,6 @@ def compare(machine: OneArtifact, known: Calibration, share: float, count: int, 
 def median_seconds(records: Sequence[RequestRecord]) -> float:
     """The median time from sending to the end."""
     return float(np.median([record.done - record.send for record in records if record.done is not None]))
-
-
-def scaled(costs: StepCosts, factor: float) -> StepCosts:
-    """``costs`` of a machine slower by ``factor``."""
-    return StepCosts(tuple(factor * value for value in costs.coefficients))
 
 
 def slower(overheads: Overheads, factor: float) -> Overheads:

@@ -72,7 +72,7 @@ def single_changes(search: Search, setting: Setting, schedule: RequestSchedule) 
             values = ", ".join(f"{key}={theirs.get(key, 'as in the recipe')}" for key in sorted(changed))
             found.append((values, cost))
     known = search.calibrations[setting.recipe]
-    faster = StepCosts(tuple(c / 2 for c in known.costs.coefficients))
+    faster = known.costs.scaled(0.5)
     found.append(("a machine or kernels twice as fast", _cost(search, setting, schedule.requests, faster)))
     half = [replace(r, prompt_ids=r.prompt_ids[: max(len(r.prompt_ids) // 2, 1)]) for r in schedule.requests]
     found.append(("prompts half as long, or half of them cached", _cost(search, setting, half)))

@@ -51,6 +51,7 @@ SMALLEST = {
     "step": 5e-4,
     "row": 2e-4,
 }  # first tries of an overhead of 0
+SPEEDS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)
 GAIN = 0.01  # least relative gain of a move
 
 Item = tuple[int, int]  # new tokens, and tokens of context
@@ -158,34 +159,46 @@ def measure_step(engine: Engine, items: Sequence[Item]) -> tuple[StepShape, floa
             kv.release(request)
 
 
-def overheads(
-    config: SchedulerConfig,
-    costs: StepCosts,
-    runs: Sequence[tuple[int, Sequence[BenchRequest], Sequence[RequestRecord]]],
-) -> Overheads:
+Probes = Sequence[tuple[int, Sequence[BenchRequest], Sequence[RequestRecord]]]
+
+
+def at_server_speed(config: SchedulerConfig, costs: StepCosts, runs: Probes) -> StepCosts:
+    """``costs`` scaled down where the server of ``runs`` is faster than the steps were, without any overhead.
+
+    The machine may have been slower while the steps were measured, and overheads can't be negative.
+    """
+
+    def error(factor: float) -> float:
+        guess = costs.scaled(factor)
+        return _error(config, guess, _lines(config, guess, runs), runs)
+
+    return costs.scaled(min(SPEEDS, key=error))
+
+
+def _error(config: SchedulerConfig, costs: StepCosts, guess: Overheads, runs: Probes) -> float:
+    """Sum of squared relative errors of the simulated ``runs``."""
+    total = 0.0
+    for clients, requests, records in runs:
+        found = _levels(simulate(config, costs, requests, clients=clients, overheads=guess).records)
+        total += float(np.sum((np.log(found) - np.log(_levels(records))) ** 2))
+    return total
+
+
+def overheads(config: SchedulerConfig, costs: StepCosts, runs: Probes) -> Overheads:
     """The difference between a server and the engine, from measured runs of (clients, requests, records).
 
     A pattern search: each of the four overheads in turn is scaled and the runs are simulated again, as long as medians
     of TTFT and time per token, and the length of the runs, come closer to the measured values, by relative errors.
     The start are two lines: excess time per token over clients, and excess TTFT of a single client over its prompt.
     """
-    targets = [_levels(records) for _, _, records in runs]
-
-    def error(guess: Overheads) -> float:
-        total = 0.0
-        for (clients, requests, _), target in zip(runs, targets, strict=True):
-            found = _levels(simulate(config, costs, requests, clients=clients, overheads=guess).records)
-            total += float(np.sum((np.log(found) - np.log(target)) ** 2))
-        return total
-
     best = _lines(config, costs, runs)
-    least = error(best)
+    least = _error(config, costs, best, runs)
     for factors in (SCALES, SCALES, FINE_SCALES):
         for name, smallest in SMALLEST.items():
             base = getattr(best, name)
             for value in {0.0, smallest, *(factor * base for factor in factors)}:
                 guess = replace(best, **{name: value})
-                if (rest := error(guess)) < least * (1 - GAIN):
+                if (rest := _error(config, costs, guess, runs)) < least * (1 - GAIN):
                     best, least = guess, rest
     return best
 
@@ -200,11 +213,7 @@ def _levels(records: Sequence[RequestRecord]) -> tuple[float, ...]:
     return float(np.median([_ttft(r) for r in done])), float(np.median([_tpot(r) for r in done])), length
 
 
-def _lines(
-    config: SchedulerConfig,
-    costs: StepCosts,
-    runs: Sequence[tuple[int, Sequence[BenchRequest], Sequence[RequestRecord]]],
-) -> Overheads:
+def _lines(config: SchedulerConfig, costs: StepCosts, runs: Probes) -> Overheads:
     """A first guess: time per token is over the simulation by a + b * clients, TTFT by c + d * prompt tokens."""
     gaps, firsts = list[tuple[float, float]](), list[tuple[float, float]]()
     for clients, requests, records in runs:

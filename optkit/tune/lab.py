@@ -26,7 +26,7 @@ from optkit.errors import UserError
 from optkit.recipe.engine_options import engine_options
 from optkit.recipe.schema import Accept, Recipe
 from optkit.runtime.scheduling.config import SchedulerConfig
-from optkit.tune.calibration import Calibration, measured_in_a_process, overheads
+from optkit.tune.calibration import Calibration, at_server_speed, measured_in_a_process, overheads
 from optkit.tune.settings import Setting
 
 SETTLE = 0.5  # seconds between runs: the threads of the last server go to sleep
@@ -156,7 +156,9 @@ class Machine:
                 config = WorkloadConfig(count, length, output, clients, None, 900_000 + number)
                 schedule = workload.build(config, self.ids())
                 runs.append((clients, schedule.requests, run(plain, schedule, CALIBRATION_SECONDS)))
-        added = overheads(self.scheduler_config(plain), costs, runs)
+        config = self.scheduler_config(plain)
+        costs = at_server_speed(config, costs, runs)
+        added = overheads(config, costs, runs)
         return Calibration(costs, added, time.monotonic() - start).to_dict()
 
     def scheduler_config(self, setting: Setting) -> SchedulerConfig:

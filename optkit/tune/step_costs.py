@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -72,6 +72,10 @@ class StepCosts:
     def seconds(self, shape: StepShape) -> float:
         """The predicted time of a step."""
         return sum(a * b for a, b in zip(self.coefficients, shape.features, strict=True))
+
+    def scaled(self, factor: float) -> StepCosts:
+        """The costs of a machine slower by ``factor``."""
+        return replace(self, coefficients=tuple(factor * value for value in self.coefficients))
 
 
 def fit(samples: Sequence[tuple[StepShape, float]]) -> StepCosts:

@@ -6,10 +6,9 @@ import math
 
 import pytest
 
-from bench.simulator import NUMBERS, at, is_right, median_seconds, missed_numbers, scaled, slower
+from bench.simulator import NUMBERS, at, is_right, median_seconds, missed_numbers, slower
 from optkit.bench.records import RequestRecord
 from optkit.tune.simulator import Overheads
-from optkit.tune.step_costs import StepCosts
 
 
 @pytest.mark.parametrize(
@@ -41,7 +40,6 @@ def test_errors_count_below_four_fifths_of_the_capacity() -> None:
 
 
 def test_drift_slows_all_parts_of_the_costs_alike() -> None:
-    assert scaled(StepCosts((1.0, 2.0)), 1.5).coefficients == (1.5, 3.0)
     assert slower(Overheads(1.0, 2.0, 3.0, 4.0), 2.0) == Overheads(2.0, 4.0, 6.0, 8.0)
     done = [RequestRecord(0, 1.0, done=3.0), RequestRecord(1, 1.0, done=2.0), RequestRecord(2, 1.0)]
     assert median_seconds(done) == 1.5
