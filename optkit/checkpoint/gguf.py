@@ -85,6 +85,7 @@ def read_once() -> Iterator[None]:
     transformers parses the file for the configuration and again for the tokenizer, 2 seconds each with a vocabulary of
     49,000 tokens, and asks for the table of names at every module of the model.
     """
+    need_extra("formats", "reading GGUF")
     import gguf
 
     library: Any = gguf  # names of a typed module, which are put back
