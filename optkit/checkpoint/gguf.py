@@ -82,19 +82,21 @@ def convert(file: Path, digest: str, temporary: Path, written: Path) -> None:
 def read_once() -> Iterator[None]:
     """Have files parsed once inside the block, and tables of names made once.
 
-    transformers parses the file for the configuration, for the tokenizer and for the generation's defaults, 2 seconds
-    each with a vocabulary of 49,000 tokens, and asks for the table of names at every module of the model.
+    transformers parses the file for the configuration and again for the tokenizer, 2 seconds each with a vocabulary of
+    49,000 tokens, and asks for the table of names at every module of the model.
     """
+    need_extra("formats", "reading GGUF")
     import gguf
 
-    before = gguf.GGUFReader, gguf.get_tensor_name_map
-    parsed, table = cache(gguf.GGUFReader), cache(gguf.get_tensor_name_map)
-    gguf.GGUFReader = lambda path, mode="r": parsed(Path(path).resolve(), mode)
-    gguf.get_tensor_name_map = table
+    library: Any = gguf  # names of a typed module, which are put back
+    before = library.GGUFReader, library.get_tensor_name_map
+    parsed, table = map(cache, before)
+    library.GGUFReader = lambda path, mode="r": parsed(Path(path).resolve(), mode)
+    library.get_tensor_name_map = table
     try:
         yield
     finally:
-        gguf.GGUFReader, gguf.get_tensor_name_map = before
+        library.GGUFReader, library.get_tensor_name_map = before
 
 
 def note_of(directory: Path) -> str:

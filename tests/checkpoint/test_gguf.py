@@ -83,6 +83,20 @@ def test_streamed_shards_are_written_as_they_fill(tmp_path: Path, monkeypatch: p
     assert info.tensors[UP].shape == (512, 256) and not list((tmp_path / "out").glob("*.part"))
 
 
+def test_read_once_parses_a_file_once_and_leaves_the_library_as_it_was(tmp_path: Path) -> None:
+    import gguf as library
+
+    before, file = library.GGUFReader, tmp_path / "model.gguf"
+    write_gguf(file, "llama", "Q8_0")
+    with gguf.read_once():
+        assert library.GGUFReader(file) is library.GGUFReader(str(file))
+        gguf.write_streamed(tmp_path, SOURCE, tmp_path / "once")
+    assert library.GGUFReader is before
+    gguf.write_streamed(tmp_path, SOURCE, tmp_path / "again")
+    once, again = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("once", "again"))
+    assert once == again
+
+
 def test_streamed_file_without_a_tensor_is_refused(tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", "qwen3", "Q8_0", leave_out="blk.0.attn_q_norm.weight")
     with pytest.raises(ValueError, match=r"no tensor for model\.layers\.0\.self_attn\.q_norm\.weight"):
