@@ -156,9 +156,9 @@ class Machine:
                 config = WorkloadConfig(count, length, output, clients, None, 900_000 + number)
                 schedule = workload.build(config, self.ids())
                 runs.append((clients, schedule.requests, run(plain, schedule, CALIBRATION_SECONDS)))
-        config = self.scheduler_config(plain)
-        costs = at_server_speed(config, costs, runs)
-        added = overheads(config, costs, runs)
+        limits = self.scheduler_config(plain)
+        costs = at_server_speed(limits, costs, runs)
+        added = overheads(limits, costs, runs)
         return Calibration(costs, added, time.monotonic() - start).to_dict()
 
     def scheduler_config(self, setting: Setting) -> SchedulerConfig:
