@@ -252,7 +252,7 @@ def bench(
 
     optkit bench artifact/ --find-rate --slo ttft:700,tpot:50
 
-    optkit bench artifact/ --trace conversation.jsonl --trace-scale 1/32 --num-prompts 100
+    optkit bench artifact/ --trace conversation.jsonl --trace-scale 1/32
     """
     if sweep and find_rate:
         raise UserError("--sweep and --find-rate are two runs", where="optkit bench", fix="give one of them")

@@ -78,4 +78,7 @@ def test_missing_argument_is_named_as_in_the_usage(capsys: pytest.CaptureFixture
 def test_summary_of_a_command_is_a_whole_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["--help"]) == 0
     words = " ".join(capsys.readouterr().out.split())
-    assert "Measure latency and throughput over HTTP, and compare with the unoptimized model." in words
+    assert (
+        "Measure latency and throughput over HTTP, and compare with the unoptimized model or any other side."
+        in words
+    )
