@@ -31,12 +31,12 @@ from optkit.bench.metrics import summarize
 from optkit.bench.records import RequestRecord
 from optkit.bench.slo import Load, Slo, parse_slo
 from optkit.bench.workload import RequestSchedule, WorkloadConfig
+from optkit.simulation.simulator import Overheads, capacity, simulate, simulate_rate
 from optkit.text.load import load_tokenizer
 from optkit.tune import goal
 from optkit.tune.calibration import Calibration
 from optkit.tune.lab import Machine, Shape
 from optkit.tune.settings import Setting, grid
-from optkit.tune.simulator import Overheads, capacity, simulate, simulate_rate
 
 BOUND = 0.15  # relative
 BELOW = 0.8  # load

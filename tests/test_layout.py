@@ -134,6 +134,7 @@ PACKAGES = (
         "pipeline",
         "serve",
         "bench",
+        "simulation",
         "plan",
         "tune",
     ),

@@ -1,7 +1,7 @@
-"""Requests on a virtual clock: the server's own scheduler, with predicted times in the place of computed steps.
+"""Requests on the simulated server of ``optkit.simulation``, with steps predicted by a plan.
 
 Chunks, mixed steps, places and KV blocks are those of the scheduler, so a prediction for several clients follows from
-the predictions of steps alone. A step takes the predicted seconds; every sampled token is a made-up one.
+the predictions of steps alone.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from optkit.bench.records import RequestRecord
+from optkit.bench.workload import BenchRequest
 from optkit.graph.shapes import Point
 from optkit.plan.steps import Step
 from optkit.runtime.scheduling.config import SchedulerConfig
-from optkit.runtime.scheduling.scheduler import Scheduler
-from optkit.runtime.types import Batch, EngineRequest, SamplingParams, ScheduledRequest
-
-MADE_UP = 1  # the token that every step samples
-STEP_LIMIT = 1_000_000  # a scheduler that makes no progress is a bug, not an endless prediction
+from optkit.runtime.types import ScheduledRequest
+from optkit.simulation.simulator import simulate
 
 
 @dataclass(frozen=True)
@@ -39,48 +38,43 @@ class Served:
     end: float
 
 
+@dataclass(frozen=True)
+class PredictedSteps:
+    """``Costs`` of a simulation, with ``seconds`` of a step."""
+
+    seconds: Callable[[Step], float]
+
+    def step(self, items: Sequence[ScheduledRequest]) -> float:
+        return self.seconds(step_of(items))
+
+    def alone(self, tokens: int, context: int) -> float:
+        return self.seconds((Point(tokens, 1, context + tokens),))
+
+
 def serve(
     config: SchedulerConfig, seconds: Callable[[Step], float], arrivals: Sequence[Arrival]
 ) -> list[Served]:
     """The predicted times of each of ``arrivals``, in their order, with ``seconds`` of a step."""
-    now = 0.0
-    scheduler = Scheduler(config, clock=lambda: now)
-    left = sorted(range(len(arrivals)), key=lambda i: arrivals[i].seconds)
-    first: dict[str, float] = {}
-    last: dict[str, float] = {}
-    for _ in range(STEP_LIMIT):
-        if not scheduler.has_work:
-            if not left:
-                break
-            now = max(now, arrivals[left[0]].seconds)
-        while left and arrivals[left[0]].seconds <= now:
-            scheduler.add(request(left[0], arrivals[left[0]]))
-            left.pop(0)
-        batch = scheduler.schedule()
-        now += seconds(step_of(batch)) if batch.items else 0.0
-        results = [(MADE_UP,) if item.needs_logits else None for item in batch.items]
-        for output in scheduler.update(batch, results):
-            first.setdefault(output.request_id, now)
-            last[output.request_id] = now
-    return [served(arrival, first[str(i)], last[str(i)]) for i, arrival in enumerate(arrivals)]
+    requests = [request(index, arrival) for index, arrival in enumerate(arrivals)]
+    found = simulate(config, PredictedSteps(seconds), requests)
+    return [served(arrival, record) for arrival, record in zip(arrivals, found.records, strict=True)]
 
 
-def request(index: int, arrival: Arrival) -> EngineRequest:
+def request(index: int, arrival: Arrival) -> BenchRequest:
     """Request number ``index``; no two prompts share a block."""
-    prompt = (index + 2,) * arrival.prompt
-    sampling = SamplingParams(max_tokens=arrival.output, temperature=0.0)
-    return EngineRequest(request_id=str(index), prompt_ids=prompt, sampling=sampling, arrival=arrival.seconds)
+    return BenchRequest(index, (index + 2,) * arrival.prompt, arrival.output, arrival.seconds)
 
 
-def served(arrival: Arrival, first: float, last: float) -> Served:
-    later = max(1, arrival.output - 1)
-    return Served(first - arrival.seconds, (last - first) / later, last)
+def served(arrival: Arrival, record: RequestRecord) -> Served:
+    """The times of a request that was answered."""
+    first, last = record.chunks[0].time, record.chunks[-1].time
+    return Served(first - arrival.seconds, (last - first) / max(1, arrival.output - 1), last)
 
 
-def step_of(batch: Batch) -> Step:
-    """The work of ``batch``: each chunk, and the decodes at their mean context."""
-    chunks = [point_of(item) for item in batch.items if item.num_new > 1 or not item.request.num_computed]
-    decodes = [i.request.num_computed + 1 for i in batch.items if i.num_new == 1 and i.request.num_computed]
+def step_of(items: Sequence[ScheduledRequest]) -> Step:
+    """The work of ``items``: each chunk, and the decodes at their mean context."""
+    chunks = [point_of(item) for item in items if item.num_new > 1 or not item.request.num_computed]
+    decodes = [i.request.num_computed + 1 for i in items if i.num_new == 1 and i.request.num_computed]
     if not decodes:
         return tuple(chunks)
     return (*chunks, Point(len(decodes), len(decodes), round(statistics.fmean(decodes))))

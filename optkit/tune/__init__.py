@@ -1,8 +1,7 @@
 """Tuning: from an objective to a recipe and serve options within the objective, with the evidence.
 
-``step_costs`` and ``calibration`` measure an artifact, ``simulator`` runs the real scheduler on a virtual clock,
-``search`` decides on builds, simulations, races and the ``confirmation``, ``journal`` keeps finished trials, and
-``report`` writes the recipe and the log.
+``calibration`` measures an artifact for ``optkit.simulation``, ``search`` decides on builds, simulations, races and
+the ``confirmation``, ``journal`` keeps finished trials, and ``report`` writes the recipe and the log.
 
 The package is a function, too: ``optkit.tune(model, slo)`` is ``optkit.api.tune.tune``.
 """

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from optkit.bench.workload import BenchRequest, RequestSchedule
 from optkit.errors import UserError
+from optkit.simulation.simulator import simulate, simulate_rate
+from optkit.simulation.step_costs import StepCosts
 from optkit.tune import goal
 from optkit.tune.settings import Setting
-from optkit.tune.simulator import simulate, simulate_rate
-from optkit.tune.step_costs import StepCosts
 
 if TYPE_CHECKING:
     from optkit.tune.search import Search

@@ -29,8 +29,8 @@ from optkit.bench.records import RequestRecord
 from optkit.bench.servers import end_with_parent
 from optkit.bench.workload import BenchRequest
 from optkit.errors import UserError
-from optkit.tune.simulator import Overheads, simulate
-from optkit.tune.step_costs import StepCosts, StepShape, fit, step_shape
+from optkit.simulation.simulator import Overheads, simulate
+from optkit.simulation.step_costs import StepCosts, StepShape, fit, step_shape
 
 if TYPE_CHECKING:
     from optkit.runtime.engine import Engine

@@ -135,13 +135,16 @@ class Machine:
         return {"artifact": str(out), "quality": lines, "digest": artifact.manifest.get("digest", "")}
 
     def _is_built(self, name: str) -> bool:
-        """True where a whole artifact of the recipe is there."""
+        """True where a whole artifact of the model and the recipe is there."""
         from optkit.artifact.open import Artifact
+        from optkit.checkpoint.locate import resolve
 
         try:
-            return Artifact.open(self.artifact(name)).recipe == self.recipes[name]
+            found = Artifact.open(self.artifact(name))
         except UserError:
             return False
+        source = found.manifest["source"]["digest"]
+        return found.recipe == self.recipes[name] and source == resolve(self.model).digest
 
     def calibrate(self, name: str) -> dict[str, Any]:
         start = time.monotonic()

@@ -25,6 +25,7 @@ from optkit.bench.slo import Slo
 from optkit.bench.statistics import samples_needed
 from optkit.bench.workload import RequestSchedule
 from optkit.errors import UserError
+from optkit.simulation.simulator import Simulation, simulate, simulate_rate
 from optkit.tune import goal
 from optkit.tune.calibration import Calibration
 from optkit.tune.confirmation import ORDERS, confirm
@@ -34,13 +35,10 @@ from optkit.tune.lab import TAIL, Lab, Shape
 from optkit.tune.outcome import Outcome
 from optkit.tune.serving import Servers
 from optkit.tune.settings import Setting, gains_by_guesses, grid, speculating
-from optkit.tune.simulator import Simulation, simulate, simulate_rate
 
-BUILD_SHARE, SIMULATION_SHARE, RACE_SHARE = (
-    0.45,
-    0.15,
-    0.6,
-)  # of the budget; of what is left before confirming
+BUILD_SHARE = 0.45  # of the budget
+SIMULATION_SHARE = 0.15  # of the budget
+RACE_SHARE = 0.6  # of what is left before confirming
 RACERS = 4  # beside the default
 MOST_OF_ONE = 2  # racers of a recipe
 LEAST_ROUNDS, MOST_ROUNDS = 3, 6
@@ -53,11 +51,7 @@ HOPELESS = 2.0  # times the best simulated cost: not raced
 LIMIT_FACTOR = 2.0  # of a run's arrivals, until unfinished requests are cut off
 START_SECONDS = 15.0  # assumed for a server
 ASSUMED_PACE = 0.5  # seconds, until the simulation knows more
-SEED_RACE, SEED_CONFIRM, SEED_SIMULATE = (
-    1000,
-    2000,
-    3000,
-)  # apart from each other: fresh prompts for each purpose
+SEED_RACE, SEED_SIMULATE = 1000, 3000  # apart from each other and from confirmation.SEED: fresh prompts
 
 
 class Search:
@@ -273,7 +267,7 @@ class Search:
                     self.outcome.notes.append(f"{name}: {number} rounds, then the time for confirming began")
                     break
                 schedule = self.lab.requests(count, self.seed + SEED_RACE + number)
-                for setting in list(alive):
+                for setting in alive[:: 1 if number % 2 == 0 else -1]:  # none is always the later one
                     self.progress(f"{name}, round {number + 1}: {setting.key}")
                     trial = self.measured(f"{name} round {number} {setting.key}", servers, setting, schedule)
                     if trial.result is None:

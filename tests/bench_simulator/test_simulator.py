@@ -8,7 +8,7 @@ import pytest
 
 from bench.simulator import NUMBERS, at, is_right, median_seconds, missed_numbers, slower
 from optkit.bench.records import RequestRecord
-from optkit.tune.simulator import Overheads
+from optkit.simulation.simulator import Overheads
 
 
 @pytest.mark.parametrize(

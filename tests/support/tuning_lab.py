@@ -17,11 +17,11 @@ from optkit.recipe.engine_options import engine_options
 from optkit.recipe.load import load_recipe
 from optkit.recipe.schema import Recipe
 from optkit.runtime.scheduling.config import SchedulerConfig
+from optkit.simulation.simulator import Overheads, simulate
+from optkit.simulation.step_costs import StepCosts
 from optkit.tune.calibration import Calibration
 from optkit.tune.lab import Run, Shape
 from optkit.tune.settings import Setting
-from optkit.tune.simulator import Overheads, simulate
-from optkit.tune.step_costs import StepCosts
 
 FAST = StepCosts((0.006, 2e-4, 2e-4, 5e-4, 1e-8, 1e-6))
 SLOW = StepCosts((0.03, 1.6e-3, 1.6e-3, 1e-3, 1e-7, 2e-6))

@@ -8,6 +8,8 @@ import pytest
 
 from optkit.bench.workload import BenchRequest
 from optkit.runtime.scheduling.config import SchedulerConfig
+from optkit.simulation.simulator import Overheads, simulate
+from optkit.simulation.step_costs import StepCosts, StepShape, fit
 from optkit.tune.calibration import (
     Calibration,
     at_server_speed,
@@ -16,8 +18,6 @@ from optkit.tune.calibration import (
     overheads,
     shapes,
 )
-from optkit.tune.simulator import Overheads, simulate
-from optkit.tune.step_costs import StepCosts, StepShape, fit
 from tests.support.tiny_runtime import engine
 
 COSTS = StepCosts((0.01, 1e-3, 1e-3, 1e-3, 1e-6, 1e-6))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from optkit.bench.slo import Load
 from optkit.errors import UserError
-from optkit.recipe.schema import Accept
-from optkit.tune.lab import Shape, _command, quality
+from optkit.recipe.load import load_recipe
+from optkit.recipe.schema import Accept, Recipe
+from optkit.tune.lab import Machine, Shape, _command, quality
 
 ACCEPT = Accept(max_kld=0.01, min_top1=0.97)
 
@@ -54,3 +57,23 @@ def test_the_load_decides_arrivals_and_duration() -> None:
     assert open_.duration(60) == 15.0 and closed.duration(60) == 0.0
     assert (open_.config(5, 7).request_rate, open_.config(5, 7).max_concurrency) == (4.0, None)
     assert (closed.config(5, 7).request_rate, closed.config(5, 7).max_concurrency) == (None, 3)
+
+
+def test_an_artifact_of_another_model_or_recipe_is_built_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = Shape(64, 8, Load(clients=1))
+    machine = Machine("model", {"baseline": "baseline"}, tmp_path, shape, lambda _line: None)
+    recipe = machine.recipe("baseline")
+
+    def there(source: str, recipe: Recipe) -> None:
+        found = SimpleNamespace(recipe=recipe, manifest={"source": {"digest": source}})
+        monkeypatch.setattr("optkit.artifact.open.Artifact.open", lambda _directory: found)
+
+    monkeypatch.setattr("optkit.checkpoint.locate.resolve", lambda _name: SimpleNamespace(digest="sha256 a"))
+    there("sha256 a", recipe)
+    assert machine._is_built("baseline")
+    there("sha256 b", recipe)
+    assert not machine._is_built("baseline")
+    there("sha256 a", load_recipe("ttft-cpu"))
+    assert not machine._is_built("baseline")

@@ -1,7 +1,8 @@
 """A simulated server: the real scheduler, KV manager and policy on a virtual clock.
 
 Nothing of the scheduler is copied. A ``Scheduler`` gets a virtual clock, moved here by the seconds of each step
-(``optkit.tune.step_costs``), and to the next arrival when there is nothing to do. Arrivals, the limit on requests in
+(``Costs``: fitted to an artifact in ``optkit.simulation.step_costs``, or predicted by a plan), and to the next arrival
+when there is nothing to do. Arrivals, the limit on requests in
 flight and the records come from ``optkit.bench``, so the formulas of all metrics hold for both. The scheduler's own
 cost model learns from the virtual times, as in a server.
 
@@ -18,6 +19,7 @@ import heapq
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -26,12 +28,23 @@ from optkit.bench.workload import BenchRequest
 from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.scheduling.cost_model import CostModel, chunk_work
 from optkit.runtime.scheduling.scheduler import Scheduler
-from optkit.runtime.types import EngineRefusal, EngineRequest, FirstToken, SamplingParams
-from optkit.tune.step_costs import StepCosts, StepShape, step_shape
+from optkit.runtime.types import EngineRefusal, EngineRequest, FirstToken, SamplingParams, ScheduledRequest
 
 MOST_LOAD = 0.9  # of the capacity
 TOKEN = 5  # any; simulated answers end by their length
 WARM_STEPS = ((64, 0), (1, 64), (256, 0), (1, 256))  # (tokens, context) that teach the scheduler's cost model
+
+
+class Costs(Protocol):
+    """Predicted times of steps."""
+
+    def step(self, items: Sequence[ScheduledRequest]) -> float:
+        """Seconds of a step with ``items``."""
+        ...
+
+    def alone(self, tokens: int, context: int) -> float:
+        """Seconds of a step with ``tokens`` tokens of a single request after ``context`` earlier tokens."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -91,7 +104,7 @@ class Simulation:
 
 def simulate(
     config: SchedulerConfig,
-    costs: StepCosts,
+    costs: Costs,
     requests: Sequence[BenchRequest],
     *,
     clients: int | None = None,
@@ -108,7 +121,7 @@ def simulate(
 
 def simulate_rate(
     config: SchedulerConfig,
-    costs: StepCosts,
+    costs: Costs,
     requests: Sequence[BenchRequest],
     rate: float,
     overheads: Overheads | None = None,
@@ -121,7 +134,7 @@ def simulate_rate(
 
 def capacity(
     config: SchedulerConfig,
-    costs: StepCosts,
+    costs: Costs,
     requests: Sequence[BenchRequest],
     overheads: Overheads | None = None,
 ) -> float:
@@ -142,7 +155,7 @@ class _Run:
     def __init__(
         self,
         config: SchedulerConfig,
-        costs: StepCosts,
+        costs: Costs,
         requests: Sequence[BenchRequest],
         clients: int | None,
         overheads: Overheads,
@@ -164,9 +177,7 @@ class _Run:
         """The cost model of a scheduler after the first requests."""
         model = CostModel()
         for tokens, context in WARM_STEPS * 3:
-            pairs = 0.0 if tokens == 1 else tokens * (context + tokens / 2)
-            shape = StepShape(tokens, 1, pairs, context if tokens == 1 else 0)
-            model.observe(chunk_work(tokens, context, rows=1), self.costs.seconds(shape))
+            model.observe(chunk_work(tokens, context, rows=1), self.costs.alone(tokens, context))
         return model
 
     def result(self) -> Simulation:
@@ -214,10 +225,10 @@ class _Run:
         before = self.now
         batch = self.scheduler.schedule()
         if batch.items:
-            shape, out = step_shape(batch.items), self.overheads
-            prompts = shape.tokens - sum(item.num_new == 1 for item in batch.items)
-            self.now += self.costs.seconds(shape) + out.step + out.row * shape.rows
-            self.now += out.prompt_token * max(prompts, 0)
+            out, rows = self.overheads, sum(item.num_logits for item in batch.items)
+            prompts = sum(item.num_new for item in batch.items if item.num_new > 1)
+            self.now += self.costs.step(batch.items) + out.step + out.row * rows
+            self.now += out.prompt_token * prompts
             self.found.busy += self.now - before
         results = [(TOKEN,) if item.needs_logits else None for item in batch.items]
         outputs = self.scheduler.update(batch, results)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from optkit.bench.workload import BenchRequest
 from optkit.runtime.scheduling.config import SchedulerConfig
-from optkit.tune.simulator import Overheads, capacity, simulate, simulate_rate
-from optkit.tune.step_costs import StepCosts
+from optkit.simulation.simulator import Overheads, capacity, simulate, simulate_rate
+from optkit.simulation.step_costs import StepCosts
 
 PER_TOKEN = StepCosts((0.0, 0.01, 0.01, 0.0, 0.0, 0.0))  # 10 ms a token
 

@@ -73,6 +73,16 @@ class StepCosts:
         """The predicted time of a step."""
         return sum(a * b for a, b in zip(self.coefficients, shape.features, strict=True))
 
+    def step(self, items: Iterable[ScheduledRequest]) -> float:
+        """The predicted time of a step with ``items``."""
+        return self.seconds(step_shape(items))
+
+    def alone(self, tokens: int, context: int) -> float:
+        """The predicted time of a step with ``tokens`` tokens of a single request after ``context`` earlier tokens."""
+        if tokens == 1:
+            return self.seconds(StepShape(1, 1, 0.0, context))
+        return self.seconds(StepShape(tokens, 1, tokens * (context + tokens / 2)))
+
     def scaled(self, factor: float) -> StepCosts:
         """The costs of a machine slower by ``factor``."""
         return replace(self, coefficients=tuple(factor * value for value in self.coefficients))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optkit.runtime.types import EngineRequest, Request, SamplingParams, ScheduledRequest
-from optkit.tune.step_costs import StepCosts, StepShape, fit, step_shape
+from optkit.simulation.step_costs import StepCosts, StepShape, fit, step_shape
 
 SHAPES = [
     StepShape(tokens, 1, tokens * (context + tokens / 2), 0)
