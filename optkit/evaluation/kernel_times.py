@@ -17,6 +17,7 @@ import gc
 import hashlib
 import json
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -40,8 +41,12 @@ from optkit.machine.target import Target, cpu_model
 from optkit.recipe.schema import Recipe
 
 REPEATS = 5  # the shortest counts: a disturbance only adds time
+COLD_REPEATS = (
+    21  # the median counts: what other data leave in the caches varies, and makes steps shorter, too
+)
 FEW_TOKENS = 32  # in a step that waits for weights from memory; in larger steps arithmetic hides the reading
 LAYERS = 4  # of a class in a measurement: enough for a difference, few enough for time and memory
+COLD_LAYERS = 8  # with cold caches, where a layer of int4 weights takes 0.1 ms and a step varies by 0.3
 MEMORY_SHARE = 8  # weights in a measurement take up to this part of the memory
 
 
@@ -106,7 +111,7 @@ class KernelTimes:
         if not self.fits(parts.graph):
             return None
         subject = f"whole {parts.digest(range(len(parts.parts)))}"
-        return self.shortest([subject], [parts.graph], point, cold)[0]
+        return self.times([subject], [parts.graph], point, cold)[0]
 
     def sum(self, parts: Parts, point: Point, cold: bool, times: float) -> float | None:
         """The time of head, each layer ``times`` times, and tail; None where a layer is too large."""
@@ -123,19 +128,20 @@ class KernelTimes:
         self, parts: Parts, digest: str, layers: Sequence[int], point: Point, cold: bool
     ) -> ModelTimes | None:
         """The times of a model with ``layers``, which are of one class; None where they are too large."""
-        fitting = (chosen for chosen in (layers[:LAYERS], layers[:1]) if self.fits(parts.short(chosen)))
+        most = COLD_LAYERS if cold else LAYERS
+        fitting = (chosen for chosen in (layers[:most], layers[:1]) if self.fits(parts.short(chosen)))
         chosen = next(fitting, None)
         if chosen is None:
             return None
         ends = parts.digest([0, len(parts.parts) - 1])
         subjects = f"{ends} without {digest}", f"{ends} with {len(chosen)} of {digest}"
-        without, with_layers = self.shortest(subjects, [parts.short([]), parts.short(chosen)], point, cold)
+        without, with_layers = self.times(subjects, [parts.short([]), parts.short(chosen)], point, cold)
         return ModelTimes(without, max(with_layers - without, 0.0) / len(chosen))
 
-    def shortest(
+    def times(
         self, subjects: Sequence[str], models: Sequence[Graph], point: Point, cold: bool
     ) -> list[float]:
-        """The shortest time of a step of each of ``models``, by its subject: known, or measured now."""
+        """The time of a step of each of ``models``, by its subject: known, or measured now."""
         keys = [self.key(subject, point, cold) for subject in subjects]
         if self.again or not all(key in self.seconds for key in keys):
             for key, seconds in zip(keys, self.measure(models, point, cold), strict=True):
@@ -145,7 +151,7 @@ class KernelTimes:
 
     def key(self, subject: str, point: Point, cold: bool) -> str:
         """The key of a measurement of ``subject`` at ``point``."""
-        where = f"{point.label} of {point.sequences}{' cold' if cold else ''}"
+        where = f"{point.label} of {point.sequences}{' cold, read' if cold else ''}"
         budget, block = self.recipe.runtime.max_num_batched_tokens, self.recipe.runtime.block_size
         return f"{subject} at {where}, chunks of {budget}, blocks of {block}"
 
@@ -155,12 +161,12 @@ class KernelTimes:
 
     def measure(self, models: Sequence[Graph], point: Point, cold: bool) -> list[float]:
         """Seconds of a step of each of ``models``, in alternation."""
-        times = self.shortest_of(models, point, cold)
+        times = self.measure_lowered(models, point, cold)
         if any(map(is_stored, models)):
             gc.collect()  # modules of torch.fx are cycles, and would keep their weights
         return times
 
-    def shortest_of(self, models: Sequence[Graph], point: Point, cold: bool) -> list[float]:
+    def measure_lowered(self, models: Sequence[Graph], point: Point, cold: bool) -> list[float]:
         """``measure``, after which the lowered models are garbage."""
         shared = SharedWeights(models) if any(map(is_stored, models)) else None
         steps = [
@@ -171,7 +177,8 @@ class KernelTimes:
         ]
         for step in steps:
             step()
-        return [min(samples) for samples in zip(*(rounds(steps, cold) for _ in range(REPEATS)), strict=True)]
+        taken = [rounds(steps, cold) for _ in range(COLD_REPEATS if cold else REPEATS)]
+        return [statistics.median(samples) if cold else min(samples) for samples in zip(*taken, strict=True)]
 
 
 def is_stored(model: Graph) -> bool:
@@ -194,12 +201,15 @@ def rounds(steps: Sequence[Callable[[], None]], cold: bool) -> list[float]:
 
 @lru_cache(maxsize=1)
 def other_data() -> np.ndarray:
-    return np.zeros(max(64 << 20, 2 * last_level_cache_bytes()) // 4, dtype=np.float32)
+    return np.ones(max(64 << 20, 2 * last_level_cache_bytes()) // 4, dtype=np.float32)
 
 
 def evict() -> None:
-    """Fill the caches with other data, on one thread: torch's threads would go on spinning into the measurement."""
-    np.add(other_data(), 1, out=other_data())
+    """Fill the caches with other data, on one thread: torch's threads would go on spinning into the measurement.
+
+    The data are read and not written: changed data would have to go back to memory while the measured step reads.
+    """
+    other_data().max()
 
 
 # -- the file ----------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from optkit.evaluation.kernel_times import LAYERS, REPEATS, KernelTimes
+from optkit.evaluation.kernel_times import COLD_LAYERS, COLD_REPEATS, FEW_TOKENS, LAYERS, REPEATS, KernelTimes
 from optkit.graph.ir import Graph
 from optkit.graph.shapes import Point
 from optkit.machine.target import Target
@@ -146,7 +146,8 @@ def calibrate(
         model = model.with_engine(*engine_time(graph.meta.vocab_size))
     for point in anchor_points(graph, recipe):
         predicted = model.at(point, recipe.runtime.max_num_batched_tokens)
-        expected = START_SECONDS + 2 * (REPEATS + 1) * predicted.seconds * layers_share(graph)
+        few = point.tokens <= FEW_TOKENS
+        expected = START_SECONDS + measured_steps(few) * predicted.seconds * layers_share(graph, few)
         source = times if clock() - start + expected < seconds else known
         if source is times and measure:
             progress(f"measuring layers, {point.label} of {point.sequences}")
@@ -159,7 +160,12 @@ def calibrate(
     return Calibrated(model, anchors)
 
 
-def layers_share(graph: Graph) -> float:
+def measured_steps(few: bool) -> int:
+    """The steps of a measurement, of two short models; ``few`` tokens are measured with cold caches."""
+    return 2 * ((COLD_REPEATS if few else REPEATS) + 1)
+
+
+def layers_share(graph: Graph, few: bool) -> float:
     """The share of a model's time that a short model takes, about."""
     layers = len(graph.meta.states) or 1
-    return min(1.0, (LAYERS + 2) / layers)
+    return min(1.0, ((COLD_LAYERS if few else LAYERS) + 2) / layers)
