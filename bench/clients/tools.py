@@ -91,12 +91,19 @@ def guidellm(program: Path, target: Target, load: Load, folder: Path) -> Numbers
 
 
 def of_guidellm(report: dict[str, Any], requests: int) -> Numbers:
-    """The numbers of a report."""
+    """The numbers of a report.
+
+    guidellm may cut off its last request when the count is reached: ``incomplete``, and no error.
+    """
     (benchmark,) = report["benchmarks"]
     metrics = benchmark["metrics"]
-    answered = metrics["request_totals"]["successful"]
-    if answered != requests:
-        raise ToolError(f"guidellm: {answered} of {requests} requests were answered")
+    totals = metrics["request_totals"]
+    if (
+        totals["errored"]
+        or totals["successful"] + totals["incomplete"] != requests
+        or totals["incomplete"] > 1
+    ):
+        raise ToolError(f"guidellm: of {requests} requests {totals}")
     return Numbers(
         metrics["time_to_first_token_ms"]["successful"]["mean"],
         metrics["inter_token_latency_ms"]["successful"]["mean"],

@@ -20,7 +20,7 @@ GUIDELLM = {
     "benchmarks": [
         {
             "metrics": {
-                "request_totals": {"successful": 4},
+                "request_totals": {"successful": 4, "incomplete": 0, "errored": 0, "total": 4},
                 "time_to_first_token_ms": {"successful": {"mean": 20.0}},
                 "inter_token_latency_ms": {"successful": {"mean": 5.0}},
                 "output_tokens_per_second": {"successful": {"mean": 100.0}},
@@ -51,6 +51,21 @@ def test_reports_become_numbers_and_lost_requests_are_errors() -> None:
     for read, report in ((tools.of_guidellm, GUIDELLM), (tools.of_aiperf, AIPERF)):
         with pytest.raises(ToolError, match="of 5 requests"):
             read(report, 5)  # type: ignore[operator]
+
+
+def test_guidellm_may_cut_off_its_last_request_and_nothing_else() -> None:
+    metrics = GUIDELLM["benchmarks"][0]["metrics"]
+
+    def read(**totals: int) -> Numbers:
+        return tools.of_guidellm({"benchmarks": [{"metrics": metrics | {"request_totals": totals}}]}, 4)
+
+    assert read(successful=3, incomplete=1, errored=0).ttft_ms == 20.0
+    for totals in (
+        {"successful": 2, "incomplete": 2, "errored": 0},
+        {"successful": 3, "incomplete": 0, "errored": 1},
+    ):
+        with pytest.raises(ToolError, match="of 4 requests"):
+            read(**totals)
 
 
 def test_server_and_tools_have_cores_of_their_own_where_there_are_two() -> None:
