@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 ISA_VARIABLES = ("OPTKIT_CPU_ISA", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+BUSY = 0.25  # of the processors
+SAMPLE_SECONDS = 0.5
+PROC_STAT = Path("/proc/stat")
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "httpx", "uvicorn")
 
 
@@ -31,6 +36,7 @@ def environment() -> dict[str, Any]:
         "cores": usable_cores(),
         "memory_bytes": memory_bytes(),
         "load_average": load_average(),  # before the run starts servers
+        "cpu_in_use": cpu_in_use(),
         "threads_env": {k: v for k, v in os.environ.items() if k in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")},
         "isa_env": {k: v for k, v in os.environ.items() if k in ISA_VARIABLES},  # limits below ``isa``
     }
@@ -49,14 +55,43 @@ def load_average() -> float:
     return os.getloadavg()[0]
 
 
-def busy(environment: dict[str, Any]) -> str | None:
+def cpu_in_use(seconds: float = SAMPLE_SECONDS) -> float | None:
+    """The share of the processors' time that all processes take during the next ``seconds``; None but on Linux.
+
+    The caller sleeps meanwhile. A load average of a minute still counts what ended long ago, as the command before.
+    """
+    if (before := _ticks()) is None:
+        return None
+    time.sleep(seconds)
+    after = _ticks()
+    if after is None or after[1] == before[1]:
+        return None
+    return (after[0] - before[0]) / (after[1] - before[1])
+
+
+def _ticks() -> tuple[int, int] | None:
+    """The clock ticks of all processors in use, and in total, since the start of the system."""
+    try:
+        line = PROC_STAT.read_text("utf-8").partition("\n")[0]
+        user, nice, system, idle, iowait, *others = map(int, line.split()[1:9])
+    except (OSError, ValueError):
+        return None
+    used = user + nice + system + sum(others)
+    return used, used + idle + iowait
+
+
+def busy(environment: Mapping[str, Any]) -> str | None:
     """A warning if other processes used more than a quarter of the machine at the start of the run, else None.
 
     Thread teams on shared cores slow down far more than in proportion: on 2 cores at load 7 the same forward took 20
-    times as long. Ratios become unreliable, and latencies useless.
+    times as long. Ratios become unreliable, and latencies useless. Without a sample of the processors' time the load
+    average counts.
     """
-    load, cores = environment.get("load_average", 0.0), environment.get("cores", 1)
-    return f"the machine was busy: load average {load:.1f} on {cores} cores" if load > 0.25 * cores else None
+    used, load, cores = (environment.get(name) for name in ("cpu_in_use", "load_average", "cores"))
+    if used is not None:
+        return f"the machine was busy: {used:.0%} of the processors in use" if used > BUSY else None
+    load, cores = load or 0.0, cores or 1
+    return f"the machine was busy: load average {load:.1f} on {cores} cores" if load > BUSY * cores else None
 
 
 def _version(name: str) -> str | None:

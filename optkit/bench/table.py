@@ -18,8 +18,8 @@ NOT_SHOWN = "not shown"
 
 
 def rows(result: BenchResult) -> list[tuple[str, Key]]:
-    """(label, number) for every line; p99 only where the first side has enough requests."""
-    keys = [k for k in result.numbers() if k[-1] != "p99" or _shown(result, result.sides[0], k)]
+    """(label, number) for every line; percentiles beyond the number of requests of every side have none."""
+    keys = [k for k in result.numbers() if any(_shown(result, side, k) for side in result.sides)]
     return [*((_label(key), key) for key in keys), ("failed", ("failed",))]
 
 

@@ -60,8 +60,6 @@ def version_line(environment: Mapping[str, Any]) -> str:
 
 def warning(environment: Mapping[str, Any]) -> list[Markup]:
     """The sentence on a busy machine; none for a quiet machine, or without the numbers."""
-    load, cores = environment.get("load_average"), environment.get("cores")
-    if not isinstance(load, (int, float)) or not isinstance(cores, int):
-        return []
-    line = busy({"load_average": load, "cores": cores})
+    numbers = {name: environment.get(name) for name in ("cpu_in_use", "load_average", "cores")}
+    line = busy({name: value for name, value in numbers.items() if isinstance(value, (int, float))})
     return [paragraph(f"{line[0].upper()}{line[1:]}.", "bad-news")] if line else []
