@@ -27,6 +27,7 @@ SMALL: dict[str, Any] = {"num_prompts": 2, "input_len": 5, "output_len": 2, "rou
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_run, "SETTLE", 0.0)
     monkeypatch.setattr("optkit.bench.environment.load_average", lambda: 0.0)
+    monkeypatch.setattr("optkit.bench.environment.cpu_in_use", lambda: None)
     monkeypatch.setattr(bench_run, "load_tokenizer", lambda directory: None)
     monkeypatch.setattr(bench_run.workload, "text_ids", lambda tokenizer: list(range(500)))
     monkeypatch.setattr(sides, "tokenizer_directory", lambda *_: "")

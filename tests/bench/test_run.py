@@ -15,6 +15,7 @@ CONFIG = WorkloadConfig(num_prompts=2, input_len=6, output_len=3)
 def quick(monkeypatch):
     monkeypatch.setattr(bench_run, "SETTLE", 0.0)
     monkeypatch.setattr("optkit.bench.environment.load_average", lambda: 0.0)
+    monkeypatch.setattr("optkit.bench.environment.cpu_in_use", lambda: None)
     monkeypatch.setattr(bench_run, "load_tokenizer", lambda directory: None)
     monkeypatch.setattr(bench_run.workload, "text_ids", lambda tokenizer: list(range(500)))
 
