@@ -113,7 +113,6 @@ def _running(
     run: Prepared, load: WorkloadConfig, progress: ProgressCallback | None
 ) -> AbstractContextManager[Session]:
     """The sides with their servers started."""
-    need_extra("serve", "optkit bench")
     from optkit.bench.run import open_session
 
     return open_session(run.sides, load, run.tokenizer, line_to(progress))

@@ -26,12 +26,7 @@ def floor_seconds(graph: Graph, point: Point, target: Target) -> float:
         if node.op != "call_function" or ops.op_name(node.target) in FREE_OPS:
             continue
         cost = node_cost(graph, node, values, point)
-        rates = (
-            (cost.flops, target.fp32_flops),
-            (cost.half_flops, target.bf16_flops),
-            (cost.int8_ops, target.int8_ops),
-        )
-        compute += sum(work / rate for work, rate in rates if work and rate)
+        compute += cost.compute_seconds(target)
         memory += cost.weight_bytes + cost.kv_bytes
     return max(compute, memory / target.memory_bandwidth)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from optkit.bench import client, servers, workload
-from optkit.bench.environment import environment, load_average
+from optkit.bench.environment import environment
 from optkit.bench.records import RequestRecord
 from optkit.bench.slo import Load
 from optkit.bench.workload import RequestSchedule, WorkloadConfig
@@ -225,7 +225,7 @@ class Machine:
 
     def conditions(self) -> dict[str, Any]:
         """Facts about the machine for the log."""
-        return environment() | {"load_average": load_average()}
+        return environment()
 
 
 def quality(whole: Mapping[str, Any] | None, accept: Accept) -> tuple[list[str], list[str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,18 +9,10 @@ import pytest
 from optkit.errors import UserError
 from optkit.evaluation.profiled import profile
 from optkit.kernels.cpu import native
-from optkit.machine import target as targets
 from tests.fuzz.seeds import write_seeds
-from tests.support.target import TARGET
+from tests.support.target import not_measured  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def not_measured() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(targets, "detect", lambda refresh=False: TARGET)
-        yield
 
 
 @pytest.fixture(scope="module")

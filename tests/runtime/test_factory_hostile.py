@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,18 +12,10 @@ from safetensors.torch import load_file, save_file
 from optkit.artifact.manifest import MANIFEST, write_manifest
 from optkit.errors import UserError
 from optkit.graph.states import KVSpec
-from optkit.machine import target as targets
 from optkit.runtime.factory import open_engine
 from optkit.runtime.kv.pools import allocate
 from tests.fuzz.seeds import write_seeds
-from tests.support.target import TARGET
-
-
-@pytest.fixture(scope="module", autouse=True)
-def not_measured() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(targets, "detect", lambda refresh=False: TARGET)
-        yield
+from tests.support.target import not_measured  # noqa: F401 - a fixture
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
+
+from optkit.machine import target as targets
 from optkit.machine.target import Target, cpu_isa, cpu_model, kept, usable_cores
 
 TARGET = Target("cpu", "cpu", cpu_isa(), 2, 1 << 33, 1e11, 4e11, 0.0, 0.0, 1e10, "measured")
@@ -11,3 +16,11 @@ def keep_target() -> None:
     """Write ``TARGET`` to optkit's cache for new processes, which would measure the machine for seconds."""
     for threads in ("", "1"):  # OMP_NUM_THREADS
         kept("cpu", [cpu_model(), cpu_isa(), usable_cores(), threads], lambda: TARGET)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def not_measured() -> Iterator[None]:
+    """The machine is ``TARGET``, for all tests of a module that imports the fixture."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(targets, "detect", lambda refresh=False: TARGET)
+        yield

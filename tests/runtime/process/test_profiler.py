@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from optkit.machine import target as targets
 from optkit.runtime.factory import open_engine
 from optkit.runtime.process import ipc
 from optkit.runtime.process.profiler import EngineProfiler, file_name
 from optkit.runtime.types import SamplingParams
 from tests.fuzz.seeds import write_seeds
 from tests.support.fakes import fake_engine
-from tests.support.target import TARGET
+from tests.support.target import not_measured  # noqa: F401 - a fixture
 
 GREEDY = SamplingParams(max_tokens=5, temperature=0.0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def not_measured() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(targets, "detect", lambda refresh=False: TARGET)
-        yield
 
 
 @pytest.fixture(scope="module")
