@@ -138,7 +138,7 @@ PACKAGES = (
         "plan",
         "tune",
     ),
-    *("report", "api", "cli"),
+    *("report", "fleet", "api", "cli"),
 )
 
 

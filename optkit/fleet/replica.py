@@ -1,0 +1,145 @@
+"""The interface of a replica, and the messages between the router, the replicas and their clients.
+
+A replica is an engine process with a supervisor, behind Ray or in the same process (tests). All messages are
+``msgspec`` structs and cross process borders as msgpack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import msgspec
+
+from optkit.runtime.types import EngineRequest, TokenOutput
+
+
+class Mark(msgspec.Struct, frozen=True):
+    """A place in the history of a replica's prefix cache.
+
+    Attributes:
+        epoch: of the engine process; another epoch starts with an empty cache.
+        sequence: the number of changes since the epoch began.
+    """
+
+    epoch: str = ""
+    sequence: int = 0
+
+
+class BlockChanges(msgspec.Struct, frozen=True):
+    """The changes of a replica's published blocks after a mark.
+
+    Attributes:
+        mark: the place after these changes.
+        is_snapshot: ``added`` has all blocks of the replica, because the asked mark was of another epoch or too old.
+        added, dropped: digests of full blocks (``PrefixCache.digests``), in order; no digest is in both.
+    """
+
+    mark: Mark
+    is_snapshot: bool = False
+    added: tuple[bytes, ...] = ()
+    dropped: tuple[bytes, ...] = ()
+
+
+class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a replica, asked for a few times a second.
+
+    Attributes:
+        replica_id: unique in the fleet, for the life of the replica.
+        version: digest of the artifact; replicas of different versions share neither index, transfers nor answers.
+        is_ready: an engine has loaded and lives.
+        is_draining: takes no new requests.
+        queue_seconds: predicted time from an arrival now to the request's first step.
+        prefill_seconds: predicted time of prompts with 0, 256, 512, 1024 and 2048 uncached tokens, alone.
+        decode_seconds: predicted time of a step with the running requests.
+        num_running, num_waiting: requests.
+        waiting_tokens: tokens of prompts, not computed yet.
+        kv_blocks_used, kv_blocks_total: of the pool.
+        block_size: tokens of a block.
+        block_bytes: of a block's KV, over all layers.
+        kv_layout: digest of the meaning of a block's bytes; blocks go only between equal layouts.
+        peer_address: host and port for other replicas to fetch blocks; empty: no blocks are given.
+        prefill_weight: 1: any work; above 1: preferred for prompts of other replicas; 0: none of other replicas.
+        changes: of the published blocks after the asked mark.
+    """
+
+    replica_id: str
+    version: str
+    is_ready: bool = True
+    is_draining: bool = False
+    queue_seconds: float = 0.0
+    prefill_seconds: tuple[float, ...] = ()
+    decode_seconds: float = 0.0
+    num_running: int = 0
+    num_waiting: int = 0
+    waiting_tokens: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_total: int = 0
+    block_size: int = 32
+    block_bytes: int = 0
+    kv_layout: str = ""
+    peer_address: str = ""
+    prefill_weight: float = 1.0
+    changes: BlockChanges | None = None
+
+
+class Fetch(msgspec.Struct, frozen=True):
+    """Blocks for a replica to take from another replica before the first step of a request.
+
+    Attributes:
+        source: id of the replica with the blocks.
+        address: the source's ``peer_address``.
+        digests: of the blocks, a run from the prompt's first wanted block on.
+        computes: the source computes the prompt first and sends each block once published (prefill apart from decode);
+            else the source sends only blocks in the cache.
+    """
+
+    source: str
+    address: str
+    digests: tuple[bytes, ...]
+    computes: bool = False
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """A request for a replica.
+
+    Attributes:
+        request: for the engine; ``EngineRequest.continued`` counts the tokens of a broken answer at the prompt's end.
+        digests: of all full blocks of the prompt, computed once in the API process.
+        fetch: blocks to take from another replica first; None: none.
+    """
+
+    request: EngineRequest
+    digests: tuple[bytes, ...] = ()
+    fetch: Fetch | None = None
+
+
+class ReplicaGone(Exception):
+    """A replica, its engine or its node ended before the last token of an answer.
+
+    Attributes:
+        was_begun: the engine had begun to compute the request, so the request may be the cause.
+    """
+
+    def __init__(self, reason: str, *, was_begun: bool) -> None:
+        super().__init__(reason)
+        self.was_begun = was_begun
+
+
+class Replica(Protocol):
+    """A replica, local or remote."""
+
+    @property
+    def replica_id(self) -> str: ...
+
+    def generate(self, work: Work) -> AsyncIterator[TokenOutput]:
+        """Outputs until an output has a ``finish_reason``; raises ReplicaGone. Closing the generator aborts."""
+        ...
+
+    async def report(self, since: Mark) -> ReplicaReport:
+        """The state, with the changes of the blocks after ``since``; raises ReplicaGone."""
+        ...
+
+    async def drain(self) -> None:
+        """Take no new requests; return at the end of the last running request."""
+        ...
