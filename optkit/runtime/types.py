@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
+from optkit.runtime.kv.peers import KVSource
 from optkit.runtime.prefill import Prefill
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
         priority: a smaller value is served earlier; ignored by ``fcfs``.
         cache_salt: requests of different salts share no KV.
         prefill: for a request that computes the KV of its prompt and generates nothing.
+        source: another engine with KV of the prompt; None: none.
     """
 
     request_id: str
@@ -119,6 +121,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     priority: int = 0
     cache_salt: str = ""
     prefill: Prefill | None = None
+    source: KVSource | None = None
 
     @property
     def reads_prefix_cache(self) -> bool:
@@ -207,6 +210,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     computed again for lack of a checkpoint of the recurrent state. ``kv_blocks_pinned`` are among those used. On a
     GPU ``graph_captures`` and ``kernel_compilations`` stay constant once the engine is warm, and ``eager_steps`` fit
     no bucket. ``forced_tokens`` had no alternative in a constraint and were computed together with the token before.
+    ``kv_blocks_fetched`` came from other engines in ``kv_fetch_seconds``, ``kv_blocks_rejected`` had wrong bytes,
+    ``kv_blocks_sent`` went to other engines, and ``kv_fetch_failures`` fetches ended early or brought nothing.
     """
 
     num_running: int = 0
@@ -235,6 +240,13 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     eager_steps: int = 0
     kernel_compilations: int = 0
     forced_tokens: int = 0
+    kv_fetches: int = 0
+    kv_fetch_failures: int = 0
+    kv_fetch_seconds: float = 0.0
+    kv_bytes_fetched: int = 0
+    kv_blocks_fetched: int = 0
+    kv_blocks_rejected: int = 0
+    kv_blocks_sent: int = 0
 
 
 @dataclass(frozen=True)
@@ -372,6 +384,11 @@ class Request:
     def is_prefill_only(self) -> bool:
         """True for a request that generates nothing."""
         return self.received.prefill is not None
+
+    @property
+    def is_background(self) -> bool:
+        """True for a request that generates nothing and that nobody waits for."""
+        return self.received.prefill is not None and not self.received.prefill.is_urgent
 
     @property
     def is_pending(self) -> bool:

@@ -83,6 +83,10 @@ class EngineSupervisor:
         """The pinned prefixes, after the pin ``drop`` has ended."""
         return await self._client.pins(drop)
 
+    async def take_over(self, address: str, num_bytes: int) -> None:
+        """Have the engine fetch the most recently used blocks of the engine at ``address``, which leaves."""
+        await self._client.take_over(address, num_bytes)
+
     async def start_profile(self, steps: int) -> Profiled:
         return await self._client.start_profile(steps)
 

@@ -1,9 +1,9 @@
 """KV manager: gives requests their blocks, and reuses computed KV.
 
-The manager keeps six parts in agreement: the blocks of the pool (``BlockManager``), the block tables of requests
+The manager keeps seven parts in agreement: the blocks of the pool (``BlockManager``), the block tables of requests
 (``BlockTables``), the tree of the content of blocks (``PrefixCache``), the prefixes that are never evicted (``Pins``),
-the host blocks of the offload store (``HostBlockTable``), and the slots and checkpoints of recurrent states
-(``StateSlots``).
+the blocks that stay for a copy (``Leases``), the host blocks of the offload store (``HostBlockTable``), and the slots
+and checkpoints of recurrent states (``StateSlots``).
 
 - **Admission** takes over the blocks of the longest cached prefix; blocks on the host are loaded. At least the last
   token is left to compute, since the logits are needed.
@@ -13,6 +13,7 @@ the host blocks of the offload store (``HostBlockTable``), and the slots and che
   again, so no "swapping" is needed.
 - **Eviction** of a cached block saves the KV to a host block, if there is a store and loading is cheaper than
   computing (``worth_saving``); else the KV is lost.
+- **Insertion** adds a block computed by another replica (``optkit.runtime.kv.exchange``).
 
 A request has a block table for each group of layers, and a prefix can be taken over where groups without a window have
 the KV of all nodes, and each window the KV of the nodes in the window. Blocks before a window are published first and
@@ -24,9 +25,10 @@ The order suffices: a block is saved before writing, and loaded before reading.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from optkit.runtime.kv.blocks import BlockManager
+from optkit.runtime.kv.leases import Leases
 from optkit.runtime.kv.offload import HostBlockTable
 from optkit.runtime.kv.pins import Pin, PinRefused, Pins
 from optkit.runtime.kv.prefix_cache import Node, NodeKV, PrefixCache
@@ -70,6 +72,7 @@ class KVManager:
         self.states = StateSlots(num_state_slots, num_checkpoints if cache is not None else 0, block_size)
         self.tables = BlockTables(self.blocks, windows, tokens_in_flight)
         self.pins = Pins(self.blocks, self.states, max_pinned_blocks)
+        self.leases = Leases(self.blocks)
         self.worth_saving: Callable[[], bool] = lambda: True
         self.reset_counters()
         self._content: dict[int, NodeKV] = {}  # block -> its content
@@ -88,7 +91,7 @@ class KVManager:
         if self.states.is_full:
             return False
         hits, found = self._match(request)
-        if not self._has_room(request, hits, spare):
+        if not self._makes_room(request, hits, spare):
             return False
         if not self._take_over(request, hits, expected_tokens):
             hits = []
@@ -114,7 +117,8 @@ class KVManager:
 
     def grow(self, request: Request, num_tokens: int, expected_tokens: int) -> bool:
         """Blocks for ``num_tokens`` tokens of ``request``; False, and nothing changed, if there are too few."""
-        return self.tables.grow(request, num_tokens, expected_tokens)
+        grown = self.tables.grow(request, num_tokens, expected_tokens)
+        return grown or (self.leases.give_way() and self.tables.grow(request, num_tokens, expected_tokens))
 
     def cover(self, request: Request, num_tokens: int) -> bool:
         """Take reserved blocks for the next chunk of a prefill, up to ``num_tokens`` tokens.
@@ -186,8 +190,7 @@ class KVManager:
             if not self.blocks.extend(table, len(new) * self.block_size):
                 raise PinRefused(NO_ROOM)
             for kv, block in zip(new, table, strict=True):
-                kv.block = block
-                self._content[block] = kv
+                self.put(kv, block)
             blocks = [kv.block for node in nodes for kv in node.kv if kv.block is not None]
             self.pins.add(Pin(name, None, nodes, blocks, now), self.blocks.num_blocks)
         except PinRefused:
@@ -199,6 +202,24 @@ class KVManager:
             raise
         self.blocks.free(table)  # the pin holds the blocks
         return new
+
+    def known(self, parent: Node | str, digest: bytes, tokens: tuple[int, ...]) -> Node | None:
+        """The node of ``tokens`` after ``parent``, a node or a salt: of all requests, else of the salt; or None."""
+        assert self.cache is not None
+        common = self.cache.find_common(parent if isinstance(parent, Node) else None, tokens)
+        return common or self.cache.find(digest, parent, tokens)
+
+    def add(self, parent: Node | str, digest: bytes, tokens: tuple[int, ...]) -> Node | None:
+        """A new node of the tree after ``parent``; None if the digest belongs to another prompt."""
+        assert self.cache is not None
+        if orphan := self.cache.orphan(digest):
+            self._drop(orphan)
+        return self.cache.add(digest, parent, tokens)
+
+    def put(self, kv: NodeKV, block: int) -> None:
+        """Record that ``block`` has the KV of ``kv``."""
+        kv.block = block
+        self._content[block] = kv
 
     def pin(self, name: str, request: Request, now: float, end: float | None, most: int) -> int:
         """Pin the published prefix of ``request``; returns its tokens, 0 where nothing of the prefix is cached.
@@ -255,10 +276,15 @@ class KVManager:
         if kv is not None:
             self._drop(kv.node)
 
+    def recent_nodes(self) -> Iterator[Node]:
+        """The nodes with KV in the pool: those in use first, then the most recently used."""
+        yield from [kv.node for block, kv in self._content.items() if not self.blocks.is_cached(block)]
+        yield from [self._content[block].node for block in self.blocks.recently_cached()]
+
     def check(self, requests: Iterable[Request]) -> None:
         """Raise AssertionError if the tables disagree."""
         requests = list(requests)
-        held = self.tables.check(requests, self.pins.tables)
+        held = self.tables.check(requests, [*self.pins.tables, *self.leases.tables])
         self.states.check(requests)
         self.host_blocks.check()
         for block, kv in self._content.items():
@@ -292,9 +318,7 @@ class KVManager:
 
     def _next(self, nodes: list[Node], salt: str, digest: bytes, tokens: tuple[int, ...]) -> Node | None:
         """The node of ``tokens`` after the path ``nodes``: of all requests, else of ``salt``; or None."""
-        assert self.cache is not None
-        common = self.cache.find_common(nodes[-1] if nodes else None, tokens)
-        return common or self.cache.find(digest, nodes[-1] if nodes else salt, tokens)
+        return self.known(nodes[-1] if nodes else salt, digest, tokens)
 
     def _last_window(self, nodes: list[Node]) -> int:
         """The length of the longest beginning of ``nodes`` at whose end each window has the KV of its nodes."""
@@ -325,6 +349,12 @@ class KVManager:
         idle = sum(self.blocks.is_cached(block) for blocks in present for block in blocks)
         return need + idle + spare * len(most) <= self.blocks.num_available
 
+    def _makes_room(self, request: Request, hits: list[Node], spare: int) -> bool:
+        """``_has_room``, at the cost of all leases where there is none beside them."""
+        if self._has_room(request, hits, spare):
+            return True
+        return self.leases.give_way() and self._has_room(request, hits, spare)
+
     def _take_over(self, request: Request, hits: list[Node], expected_tokens: int) -> bool:
         """Make the blocks of ``hits`` the beginning of the tables of ``request``; blocks on the host are loaded.
 
@@ -354,9 +384,8 @@ class KVManager:
         self.blocks.extend(table, (len(table) + 1) * self.block_size, expected_tokens)
         if kv.host_block != host_block:
             return False
-        kv.block = table[-1]
-        self._content[kv.block] = kv
-        self._transfers.append(Transfer(kv.block, host_block, save=False))
+        self.put(kv, table[-1])
+        self._transfers.append(Transfer(table[-1], host_block, save=False))
         self.num_loads += 1
         return True
 
@@ -386,16 +415,11 @@ class KVManager:
         digest = self.cache.digests(salt, known, request.digests)[index]
         parent = request.nodes[-1] if request.nodes else salt
         tokens = tuple(request.token_ids[index * size : (index + 1) * size])
-        node = self._next(request.nodes, salt, digest, tokens)
-        if node is None:
-            if orphan := self.cache.orphan(digest):
-                self._drop(orphan)
-            node = self.cache.add(digest, parent, tokens)
+        node = self._next(request.nodes, salt, digest, tokens) or self.add(parent, digest, tokens)
         if node is not None and not self.cache.is_common(node):  # no request adds KV for all requests
             for kv, table in zip(node.kv, request.block_tables, strict=True):
                 if kv.block is None and table[index] != NO_BLOCK:
-                    kv.block = table[index]
-                    self._content[kv.block] = kv
+                    self.put(kv, table[index])
         return node
 
     def _keep(self, block: int) -> bool:

@@ -97,6 +97,25 @@ class PrefixCache:
             known.append(digest)
         return known
 
+    def rekey(self, secret: bytes) -> None:
+        """Begin the digests with ``secret``, shared with other processes, instead of a random secret.
+
+        Raises:
+            ValueError: requests have added nodes.
+        """
+        nodes = self.nodes
+        if not all(map(self.is_common, nodes)):
+            raise ValueError("the digests of cached prompts cannot change")
+        self._seed, self._nodes = secret, {}
+        for node in nodes:  # each after its parent
+            before = node.parent.digest if isinstance(node.parent, Node) else self._digest(secret + COMMON)
+            node.digest = self._digest(before + struct.pack(f"<{len(node.tokens)}I", *node.tokens))
+            self._nodes[node.digest] = node
+
+    def get(self, digest: bytes) -> Node | None:
+        """The node with ``digest``, of any parent; for a caller that compares the tokens by itself."""
+        return self._nodes.get(digest)
+
     def find(self, digest: bytes, parent: Node | str, tokens: tuple[int, ...]) -> Node | None:
         """The node of ``tokens`` after ``parent``, or None; never another prompt's."""
         node = self._nodes.get(digest)

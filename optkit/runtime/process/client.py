@@ -188,6 +188,10 @@ class EngineClient:
         finally:
             self._listing.pop(name, None)
 
+    async def take_over(self, address: str, num_bytes: int) -> None:
+        """Have the engine fetch the most recently used blocks of the engine at ``address``, which leaves."""
+        await self._send(ipc.TakeOver(address, num_bytes))
+
     async def start_profile(self, steps: int) -> ipc.Profiled:
         """Have the engine record up to ``steps`` steps of each phase."""
         return await self._profile(lambda name: ipc.StartProfile(name, steps))

@@ -56,6 +56,13 @@ class AskPins(msgspec.Struct, frozen=True, tag="ask_pins"):
     drop: str | None = None
 
 
+class TakeOver(msgspec.Struct, frozen=True, tag="take_over"):
+    """Fetch the most recently used blocks of the engine at ``address``, which leaves, up to ``num_bytes`` of KV."""
+
+    address: str
+    num_bytes: int
+
+
 class StartProfile(msgspec.Struct, frozen=True, tag="start_profile"):
     """Record up to ``steps`` steps of each phase from now on; a ``Profiled`` answers."""
 
@@ -141,7 +148,7 @@ class Profiled(msgspec.Struct, frozen=True, tag="profiled"):
 
 Outputs = tuple[TokenOutput, ...]  # of one step
 ToWorker = (
-    Load | EngineRequest | Abort | ResetPrefixCache | Embed | AskPins | StartProfile | StopProfile | Shutdown
+    Load | EngineRequest | Abort | ResetPrefixCache | Embed | AskPins | TakeOver | StartProfile | StopProfile | Shutdown
 )
 FromWorker = Ready | Begun | Outputs | EngineStats | Heartbeat | Embedded | PinList | Profiled | Failed
 

@@ -15,6 +15,7 @@ decides.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -69,13 +70,20 @@ class Worker:
         self._outputs: list[TokenOutput] = []  # answers without a step: refusals, aborts
         self._inbox: deque[ipc.ToWorker] = deque()  # messages that were read and are not handled yet
         self._aborted: set[str] = set()  # requests with an ``Abort`` in the inbox
+        self._fetched: deque[EngineRequest] = deque()  # requests back from a fetch, put there by other threads
+        self._waker, self._sleeper = socket.socketpair()
+        self._waker.setblocking(False)
         self._last_sent, self._stats_sent = time.monotonic(), 0.0
         self._profiler = EngineProfiler(engine)
-        engine.departed = self._departed
+        engine.departed, engine.wake = self._departed, self._wake
         engine.scheduler.announce = self._announce
 
     def serve(self) -> None:
         """Step while there is work, sleep on the socket while there is none, until ``ParentGone``."""
+        with self._waker, self._sleeper:
+            self._serve()
+
+    def _serve(self) -> None:
         while True:
             busy = self.engine.has_work or self.engine.is_embedding
             idle = WHILE_WRITING_SECONDS if self._profiler.is_writing else HEARTBEAT_SECONDS
@@ -131,24 +139,46 @@ class Worker:
 
     def _receive(self, timeout: float) -> None:
         """Handle the arrived messages; wait up to ``timeout`` seconds for the first."""
-        self._read(0.0 if self._inbox else timeout)
+        self._read(0.0 if self._inbox or self._fetched else timeout)
         self._aborted.clear()
         while self._inbox:
             self._handle(self._inbox.popleft())
+        self._queue_fetched()
+
+    def _queue_fetched(self) -> None:
+        """Queue the requests that are back from a fetch."""
+        while self._fetched:
+            self._handle(self._fetched.popleft())
+
+    def _wake(self) -> None:
+        """End the wait on the socket; for other threads."""
+        with contextlib.suppress(OSError):  # enough was written already, or the worker has left
+            self._waker.send(b"w")
+
+    def _hand_back(self, request: EngineRequest) -> None:
+        self._fetched.append(request)
+        self._wake()
 
     def _read(self, timeout: float) -> None:
         """Move the arrived messages to the inbox; wait up to ``timeout`` seconds for the first."""
-        while select.select([self.sock], [], [], timeout)[0]:
+        while ready := select.select([self.sock, self._sleeper], [], [], timeout)[0]:
+            timeout = 0.0
+            if self._sleeper in ready:
+                self._sleeper.recv(RECEIVE_BYTES)
+            if self.sock not in ready:
+                continue
             messages = self._frames.feed(receive(self.sock))
             self._inbox += messages
             self._aborted |= {m.request_id for m in messages if isinstance(m, ipc.Abort)}
-            timeout = 0.0
 
     def _handle(self, message: ipc.ToWorker) -> None:
         match message:
             case ipc.Shutdown():
                 raise ParentGone
             case ipc.Abort(request_id):
+                self._queue_fetched()
+                if self.engine.peers is not None and self.engine.peers.abort(request_id):
+                    self._outputs.append(aborted_output(request_id))
                 output = self.engine.abort(request_id)
                 self._outputs += [output] if output else []
             case ipc.ResetPrefixCache():
@@ -164,6 +194,11 @@ class Worker:
             case ipc.StopProfile() as stop:
                 if answer := self._profiler.stop(stop):
                     self._post(answer)
+            case ipc.TakeOver(address, num_bytes):
+                if self.engine.peers is not None:
+                    self.engine.peers.take_over(address, num_bytes)
+            case EngineRequest() as request if self._fetches(request):
+                pass
             case EngineRequest() as request:
                 try:
                     self.engine.add_request(request)
@@ -176,6 +211,11 @@ class Worker:
                     logger.exception("a request could not be added")
                     self.engine.abort(request.request_id)
                     self._outputs.append(failed_output(request.request_id, "it could not be added"))
+
+    def _fetches(self, request: EngineRequest) -> bool:
+        """True where KV of another engine is fetched first; the request comes back (``_hand_back``)."""
+        peers = self.engine.peers
+        return peers is not None and request.source is not None and peers.fetch(request, self._hand_back)
 
     def _add_embedding(self, asked: ipc.Embed) -> None:
         try:
@@ -204,6 +244,11 @@ def failed_output(request_id: str, error: str, retry_after: float | None = None)
         error=error,
         retry_after=retry_after,
     )
+
+
+def aborted_output(request_id: str) -> TokenOutput:
+    """The end of a request without a token, whose client went away."""
+    return TokenOutput(request_id=request_id, token_ids=(), finish_reason=FinishReason.ABORT)
 
 
 def receive(sock: socket.socket) -> bytes:

@@ -150,13 +150,17 @@ class Scheduler:
             raise EngineRefusal(reason)
         request.times.queued = self.clock()
         work = request.num_pending - self.kv.cached_tokens(request)
-        rank = NEVER if background else self.policy.rank(received, work)
+        rank = NEVER if request.is_background else self.policy.rank(received, work)
         request.rank = (rank, self._num_added)
         if self.config.enforce_ttft_slo and not background:
             self._refuse_late(request, work)
         self._num_added += 1
         self._requests[received.request_id] = request
         bisect.insort(self.waiting, request, key=_rank)
+
+    def is_serving(self, request_id: str) -> bool:
+        """True until the request has ended."""
+        return request_id in self._requests
 
     def abort(self, request_id: str) -> TokenOutput | None:
         """Drop a request and free the KV; None for an unknown request."""
@@ -168,6 +172,7 @@ class Scheduler:
         self._step_start = self.clock()
         self._give_up()
         self.kv.pins.expire(self._step_start)
+        self.kv.leases.expire(self._step_start)
         ready = self._ready()
         decodes = [ScheduledRequest(request, 1) for request in ready]
         prefills = self._prefills(decodes)
@@ -348,7 +353,7 @@ class Scheduler:
             if full and not request.block_tables:
                 continue
             limit = min(left, target) if items else left
-            if request.is_prefill_only:
+            if request.is_background:
                 limit = min(limit, self.background.limit(decodes=bool(decodes), prefills=bool(items)))
             if limit < 1:
                 break
@@ -367,14 +372,14 @@ class Scheduler:
             if not items:
                 num_new = min(num_new, self.policy.chunk_limit(busy, request.num_computed))
             if request.is_prefill_only:
-                num_new = self.background.whole_blocks(request, num_new)
+                num_new = self.background.chunk(request, num_new)
             num_new = self.kv.states.cut(request, num_new)
             if num_new < 1:
                 break
             if not self._guarded(request, self._cover, request, num_new, decodes):
                 continue
             items.append(ScheduledRequest(request, num_new))
-            ran_background = ran_background or request.is_prefill_only
+            ran_background = ran_background or request.is_background
             left, target = left - num_new, target - num_new
         self.background.stepped(decodes=bool(decodes), ran=ran_background)
         return items
@@ -405,7 +410,7 @@ class Scheduler:
         """
         while not self._has_place(request):
             last = self.running[-1] if self.running else request
-            if request.is_prefill_only or not last.is_prefill_only:
+            if request.is_background or not last.is_background:
                 return False
             self.preempt(last)
         self.waiting.remove(request)
