@@ -207,7 +207,8 @@ class Prompt:
         missing = last - self.num_known
         behind = min(missing, -(-CHUNK_TOKENS // size))  # blocks of the last chunk travel after it
         arrival = peer.queue + max(prefill, self._seconds(missing)) + self._seconds(behind) + PRIOR_SECONDS
-        late = lateness(report, peer.prefill(min(new, CHUNK_TOKENS)), new, self.tpot)
+        num_chunks = -(-new // CHUNK_TOKENS)
+        late = num_chunks * lateness(report, peer.prefill(min(new, CHUNK_TOKENS)), new, self.tpot)
         weighed = prefill * (1 / report.prefill_weight - 1)
         fetch = self._fetch(peer, last, computes=True)
         charge = (report.replica_id, prefill)
