@@ -6,6 +6,7 @@ actor and detokenizes; the HTTP application is that of ``optkit serve``, behind 
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import FastAPI
@@ -32,7 +33,8 @@ class Api:
         config, options = read_config(args), read_config(args).http.options()
         check(options)
         self._engine = FleetEngine(RayMembers(serve.get_replica_context().app_name))
-        self._fastapi, _ = await fleet_app(self._engine, config.open(), options, config.replicas)
+        artifact = await asyncio.to_thread(config.open)
+        self._fastapi, _ = await fleet_app(self._engine, artifact, options, config.replicas)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._fastapi
