@@ -39,6 +39,7 @@ NO_REUSE = 1.05
 STEP_SECONDS, TOKENS_PER_SECOND = 0.005, 3000.0  # SmolLM2-135M in int8 on two cores
 CACHED_TOKENS = 80_000  # of a replica
 MEAN_TOKENS = 380  # of a scaled prompt in a trace without prefixes
+FRESH = 1 << 22  # numbers of blocks from here on are in no trace; 4 million blocks of 512 ids fit 32 bits
 
 
 class Turns:
@@ -105,7 +106,7 @@ class PredictedTTFT:
 @lru_cache(maxsize=1 << 16)
 def block(number: int, size: int) -> tuple[int, ...]:
     """The tokens of a block of a trace: any, but the same for the same number."""
-    return tuple(range(number * size % (1 << 31), number * size % (1 << 31) + size))
+    return tuple(range(number * size, (number + 1) * size))
 
 
 def requests(
@@ -116,7 +117,7 @@ def requests(
     Args:
         stretch: factor on the times.
     """
-    size, fresh = block_len(scale), count(1 << 32)
+    size, fresh = block_len(scale), count(FRESH)
     for index, row in enumerate(rows):
         length = row.scaled(scale).input_len
         tokens: list[int] = []
