@@ -149,6 +149,14 @@ def capacity(
     return done / found.seconds if found.seconds > 0 else 0.0
 
 
+def taught(costs: Costs) -> CostModel:
+    """The cost model of a scheduler after the first requests."""
+    model = CostModel()
+    for tokens, context in WARM_STEPS * 3:
+        model.observe(chunk_work(tokens, context, rows=1), costs.alone(tokens, context))
+    return model
+
+
 class _Run:
     """The state of a simulation."""
 
@@ -163,7 +171,7 @@ class _Run:
         self.now = 0.0
         self.costs, self.overheads = costs, overheads
         self.requests = {str(request.index): request for request in requests}
-        self.scheduler = Scheduler(config, self._clock, self._taught())
+        self.scheduler = Scheduler(config, self._clock, taught(costs))
         self.due = deque(sorted(requests, key=lambda request: request.arrival))
         self.slots = [0.0] * min(clients or len(requests), len(requests))  # when each client is free
         self.entering: list[tuple[float, int]] = []  # arrivals at the engine's queue
@@ -172,13 +180,6 @@ class _Run:
 
     def _clock(self) -> float:
         return self.now
-
-    def _taught(self) -> CostModel:
-        """The cost model of a scheduler after the first requests."""
-        model = CostModel()
-        for tokens, context in WARM_STEPS * 3:
-            model.observe(chunk_work(tokens, context, rows=1), self.costs.alone(tokens, context))
-        return model
 
     def result(self) -> Simulation:
         self._send()
