@@ -44,6 +44,10 @@ EMPTY = -1
 GOLDEN, MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 
 
+class EngineKilled(BaseException):
+    """The death of a mock engine that has no process; no ``Exception``, which an engine survives."""
+
+
 class MockModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The facts about a model that a mock engine needs.
 
@@ -57,7 +61,8 @@ class MockModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         num_blocks: of the KV pool.
         load_seconds: time of loading.
         answers: another number stands for other weights, and gives other answers.
-        die_token: a prompt with the token ends the process in the first step, as native code that fails does.
+        die_token: a request with the token in its prompt ends the process, as native code that fails does.
+        die_after: tokens of the answer after which ``die_token`` does so.
     """
 
     step_seconds: float = 0.010
@@ -72,6 +77,7 @@ class MockModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     load_seconds: float = 0.0
     answers: int = 0
     die_token: int | None = None
+    die_after: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.lowest_token < self.vocab_size:
@@ -152,6 +158,7 @@ class MockRunner(TokenKV):
     Args:
         sleep: waits for the rest of a step's seconds.
         clock: seconds; the time of computing a step is a part of the step's seconds.
+        die: ends the engine, for ``MockModel.die_token``.
     """
 
     kv_dtype, weight_bytes, state_bytes = "int64", 0, 0
@@ -160,13 +167,14 @@ class MockRunner(TokenKV):
         self,
         model: MockModel,
         config: SchedulerConfig,
-        sleep: Callable[[float], None] = time.sleep,
-        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None],
+        clock: Callable[[], float],
+        die: Callable[[], None],
     ) -> None:
         super().__init__(config.num_blocks, config.block_size)
         self.kv_bytes = self.slots.nbytes
         self.model, self.vocab_size = model, model.vocab_size
-        self._costs, self._sleep, self._clock = model.costs, sleep, clock
+        self._costs, self._sleep, self._clock, self._die = model.costs, sleep, clock, die
 
     def workspace_bytes(self, num_tokens: int, num_rows: int) -> int:
         return 0
@@ -174,8 +182,8 @@ class MockRunner(TokenKV):
     def execute(self, batch: Batch) -> torch.Tensor:
         """Logits [sum of num_logits, vocab_size] float32, after the seconds of the step."""
         end = self._clock() + self._costs.step(batch.items)
-        if self.model.die_token is not None:
-            self._die(batch)
+        if self.model.die_token is not None and any(map(self._is_deadly, batch.items)):
+            self._die()
         found = np.full((sum(item.num_logits for item in batch.items), self.vocab_size), UNLIKELY, np.float32)
         row = 0
         for item in batch.items:
@@ -190,9 +198,9 @@ class MockRunner(TokenKV):
     def copy_states(self, copies: Sequence[StateCopy]) -> None:
         """Do nothing: there is no recurrent state."""
 
-    def _die(self, batch: Batch) -> None:
-        if any(self.model.die_token in item.request.received.prompt_ids for item in batch.items):
-            os.kill(os.getpid(), signal.SIGSEGV)
+    def _is_deadly(self, item: ScheduledRequest) -> bool:
+        late = item.request.num_output >= self.model.die_after
+        return late and self.model.die_token in item.request.received.prompt_ids
 
     def _wait(self, end: float) -> None:
         """Sleep until ``end``, in parts between which the step can be cancelled."""
@@ -207,12 +215,14 @@ def mock_engine(
     options: EngineOptions | None = None,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
+    die: Callable[[], None] | None = None,
 ) -> Engine:
     """A mock engine, which knows the seconds of steps from the beginning.
 
     Args:
         options: ``kv_cache_bytes`` is replaced by ``MockModel.num_blocks``, and speculation is not there.
-        sleep, clock: of ``MockRunner``; ``sleep(s)`` moves ``clock`` on by about ``s`` seconds.
+        sleep, clock, die: of ``MockRunner``; ``sleep(s)`` moves ``clock`` on by about ``s`` seconds. By default
+            the process sleeps, and dies.
     """
     options = options or EngineOptions()
     config = SchedulerConfig(
@@ -221,8 +231,13 @@ def mock_engine(
         num_blocks=model.num_blocks,
         prefill_target_tokens=256,
     )
-    runner = MockRunner(model, config, sleep, clock)
+    runner = MockRunner(model, config, sleep, clock, die or end_process)
     return Engine(runner, config, clock=clock, cost=taught_cost_model(model.costs.alone))
+
+
+def end_process() -> None:
+    """End the process as native code that fails does."""
+    os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def read_model(artifact_dir: str) -> MockModel:

@@ -185,6 +185,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
         retry_after: seconds after which a request refused for lack of time may come again.
         first: with the first token, or with an end without a token.
         num_preemptions: of the request so far.
+        num_migrations: of the request so far, from a replica that died to another (``optkit.fleet.failover``).
         num_prefilled: tokens with cached KV, at the end of a request without an answer.
     """
 
@@ -199,6 +200,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     stop_token: int | None = None
     num_preemptions: int = 0
     num_prefilled: int = 0
+    num_migrations: int = 0
 
     @property
     def generated_ids(self) -> tuple[int, ...]:
