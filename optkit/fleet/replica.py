@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from optkit.runtime.types import EngineRequest, TokenOutput
+from optkit.runtime.types import EngineRequest, EngineStats, TokenOutput
 
 
 class Mark(msgspec.Struct, frozen=True):
@@ -61,6 +61,9 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
         peer_address: host and port for other replicas to fetch blocks; empty: no blocks are given.
         prefill_weight: 1: any work; above 1: preferred for prompts of other replicas; 0: none of other replicas.
         changes: of the published blocks after the asked mark.
+        stats: gauges and counters of the engine.
+        num_restarts: engines of the replica started after the first.
+        is_restarting: the engine is gone, and a new engine is being started.
     """
 
     replica_id: str
@@ -81,6 +84,9 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     peer_address: str = ""
     prefill_weight: float = 1.0
     changes: BlockChanges | None = None
+    stats: EngineStats = EngineStats()
+    num_restarts: int = 0
+    is_restarting: bool = False
 
 
 class Fetch(msgspec.Struct, frozen=True):
@@ -119,11 +125,12 @@ class ReplicaGone(Exception):
 
     Attributes:
         was_begun: the engine had begun to compute the request, so the request may be the cause.
+        replica_id: of the replica; empty: no replica was there to ask.
     """
 
-    def __init__(self, reason: str, *, was_begun: bool) -> None:
+    def __init__(self, reason: str, *, was_begun: bool, replica_id: str = "") -> None:
         super().__init__(reason)
-        self.was_begun = was_begun
+        self.was_begun, self.replica_id = was_begun, replica_id
 
 
 class Replica(Protocol):
