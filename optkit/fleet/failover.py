@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
@@ -28,7 +28,7 @@ import msgspec
 
 from optkit.fleet.blame import Ledger, Verdict
 from optkit.fleet.replica import Replica, ReplicaGone, Work
-from optkit.runtime.process.client import ENGINE_DIED, ENGINE_GONE, ENGINE_STOPPED
+from optkit.runtime.process.client import ENGINE_DIED, ENGINE_GONE
 from optkit.runtime.types import EngineRequest, FinishReason, TokenOutput
 from optkit.serve.quarantine import QUARANTINED, fingerprint, refusal
 
@@ -281,16 +281,3 @@ def ended(request: EngineRequest, error: str) -> TokenOutput:
     """The end of a request without a replica."""
     name, reason = request.request_id, FinishReason.ERROR
     return TokenOutput(request_id=name, token_ids=(), finish_reason=reason, error=error)
-
-
-async def until_gone(outputs: AsyncIterator[TokenOutput]) -> AsyncGenerator[TokenOutput, None]:
-    """``outputs`` of an engine process, for ``Replica.generate``: the end of a dead engine becomes an exception.
-
-    Raises:
-        ReplicaGone: the engine died or was stopped. A request of a stopped engine is no cause.
-    """
-    async with aclosing(cast(AsyncGenerator[TokenOutput, None], outputs)) as source:
-        async for output in source:
-            if output.error in (ENGINE_DIED, ENGINE_GONE, ENGINE_STOPPED):
-                raise ReplicaGone(output.error, was_begun=output.error == ENGINE_DIED)
-            yield output

@@ -7,7 +7,7 @@ time an hour of a fleet takes seconds. ``kill`` is the death of the engine: ever
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from optkit.fleet.mock import EngineKilled, MockModel, mock_engine
@@ -34,6 +34,7 @@ class MockReplica:
         version: digest of the artifact that the model stands for.
 
     Attributes:
+        on_death: called at each death of an engine.
         num_starts: engines so far.
         busy_seconds: in which a step ran.
     """
@@ -49,6 +50,7 @@ class MockReplica:
         self._idle = asyncio.Event()
         self._idle.set()
         self.is_draining = False
+        self.on_death: Callable[[MockReplica], None] | None = None
         self.num_starts, self.busy_seconds = 0, 0.0
 
     @property
@@ -79,17 +81,21 @@ class MockReplica:
         """End the engine; ``start`` starts another one."""
         if self._stepping is not None:
             self._stepping.cancel()
+        was_alive = self._engine is not None
         self._engine = self._stepping = None
         streams, self._streams = self._streams, {}
         for stream in streams.values():
-            stream.outputs.put_nowait(ReplicaGone(f"{self._id} was killed", was_begun=stream.is_begun))
+            gone = ReplicaGone("the engine was killed", was_begun=stream.is_begun, replica_id=self._id)
+            stream.outputs.put_nowait(gone)
         self._idle.set()
+        if was_alive and self.on_death is not None:
+            self.on_death(self)
 
     async def generate(self, work: Work) -> AsyncGenerator[TokenOutput, None]:
         request = work.request
         name, engine = request.request_id, self._engine
         if engine is None or self.is_draining:
-            raise ReplicaGone(f"{self._id} takes no requests", was_begun=False)
+            raise ReplicaGone("the replica takes no requests", was_begun=False, replica_id=self._id)
         try:
             engine.add_request(request)
         except EngineRefusal as error:
