@@ -199,8 +199,8 @@ class MockRunner(TokenKV):
         """Do nothing: there is no recurrent state."""
 
     def _is_deadly(self, item: ScheduledRequest) -> bool:
-        late = item.request.num_output >= self.model.die_after
-        return late and self.model.die_token in item.request.received.prompt_ids
+        late, asked = item.request.num_output >= self.model.die_after, item.request.received
+        return late and self.model.die_token in asked.prompt_ids[: asked.num_prompt]
 
     def _wait(self, end: float) -> None:
         """Sleep until ``end``, in parts between which the step can be cancelled."""

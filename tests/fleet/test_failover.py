@@ -282,7 +282,7 @@ class FailoverHistory(RuleBasedStateMachine):
     @initialize(replicas=st.integers(1, 3), restart=st.sampled_from([0.1, 2.0]))
     def start(self, replicas: int, restart: float) -> None:
         self.loop = VirtualLoop()
-        self.fleet: MockFleet = self.loop.run_until_complete(fleet_of(replicas, restart_seconds=restart))
+        self.fleet: MockFleet = self.loop.run_until_complete(fleet_of(replicas, restart_seconds=restart, patience_seconds=1000.0))
         self.requests: dict[str, EngineRequest] = {}
         self.answers: dict[str, asyncio.Task[list[TokenOutput]]] = {}
         self.begun_at_deaths: dict[str, int] = {}
@@ -295,7 +295,8 @@ class FailoverHistory(RuleBasedStateMachine):
     def add(self, prompt: list[int], length: int, seed: int | None) -> None:
         params: dict[str, Any] = {"max_tokens": length}
         params |= {"temperature": 1.0, "seed": seed, "frequency_penalty": 0.5} if seed is not None else {}
-        request = asked(f"r{len(self.requests)}", prompt, **params)
+        number = len(self.requests)
+        request = asked(f"r{number}", [*prompt, 50 + number], **params)  # no two requests are the same
         self.requests[request.request_id] = request
         self.answers[request.request_id] = self.loop.create_task(collect(self.fleet.failover, request))
 
@@ -331,8 +332,8 @@ class FailoverHistory(RuleBasedStateMachine):
             assert found == right and outputs[-1].finish_reason is FinishReason.LENGTH
         else:
             assert found == right[: len(found)]
-            is_known = outputs[-1].error == QUARANTINED  # a repeated prompt may be blocked by another request
-            assert self.begun_at_deaths.get(request.request_id, 0) >= 2 or is_known
+            assert outputs[-1].error in (QUARANTINED, ENGINE_DIED)
+            assert self.begun_at_deaths.get(request.request_id, 0) >= 2
 
     def teardown(self) -> None:
         if hasattr(self, "loop"):
