@@ -204,7 +204,8 @@ def deploy(
         found = serve_config(config, name, port) if is_serve else ray_service(config, name, port, pods)
         yaml.dump(found, sys.stdout, Dumper=readable(yaml.SafeDumper), sort_keys=False)
         return
-    from optkit.fleet.cluster import DEFAULT_ADDRESS, Cluster, auth_token
+    from optkit.fleet.cluster import DEFAULT_ADDRESS, Cluster
+    from optkit.fleet.secrets import auth_token
 
     place = address or os.environ.get("RAY_DASHBOARD_ADDRESS") or DEFAULT_ADDRESS
     cluster = Cluster(place, auth_token())

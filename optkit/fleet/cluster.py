@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import httpx
 
 from optkit.errors import UserError
+from optkit.fleet.secrets import TOKEN_FILE
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 PATH = "/api/serve/applications/"
 TIMEOUT = 30.0  # of a call
 POLL_SECONDS = 1.0
-TOKEN_FILE = "~/.ray/auth_token"
-
-
-def auth_token(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The token of the cluster, from the places where Ray looks; None without one.
-
-    The places are ``RAY_AUTH_TOKEN``, the file in ``RAY_AUTH_TOKEN_PATH``, and ``~/.ray/auth_token``.
-    """
-    if token := environment.get("RAY_AUTH_TOKEN", "").strip():
-        return token
-    file = Path(environment.get("RAY_AUTH_TOKEN_PATH") or TOKEN_FILE).expanduser()
-    try:
-        return file.read_text("utf-8").strip() or None
-    except OSError:
-        return None
 
 
 class Cluster:

@@ -16,6 +16,8 @@ from optkit.fleet.config import FleetConfig, read_config
 from optkit.fleet.engine import FleetEngine
 from optkit.fleet.ray_handle import RayMembers
 from optkit.fleet.ray_replica import replica_deployment
+from optkit.fleet.router import Router
+from optkit.fleet.secrets import digest_secret
 from optkit.fleet.server import fleet_app
 from optkit.machine import logs
 from optkit.serve.server import check
@@ -32,7 +34,8 @@ class Api:
         logs.configure()
         config, options = read_config(args), read_config(args).http.options()
         check(options)
-        self._engine = FleetEngine(RayMembers(serve.get_replica_context().app_name))
+        app = serve.get_replica_context().app_name
+        self._engine = FleetEngine(RayMembers(app), Router(digest_secret(app)))
         artifact = await asyncio.to_thread(config.open)
         self._fastapi, _ = await fleet_app(self._engine, artifact, options, config.replicas)
 

@@ -23,6 +23,8 @@ from optkit.errors import UserError, first_line
 from optkit.fleet.cluster import reason_in
 from optkit.fleet.config import FleetConfig, threads_each
 from optkit.fleet.engine import FleetEngine
+from optkit.fleet.router import Router
+from optkit.fleet.secrets import digest_secret
 from optkit.fleet.server import fleet_app
 from optkit.serve.http.address import bind
 from optkit.serve.process import ServerProcess, loop_factory, print_line
@@ -158,7 +160,7 @@ class _FleetServer(ServerProcess):
         await asyncio.shield(self._starting)
         from optkit.fleet.ray_handle import RayMembers
 
-        self._engine = FleetEngine(RayMembers(APP))
+        self._engine = FleetEngine(RayMembers(APP), Router(digest_secret(APP)))
         making = asyncio.create_task(
             fleet_app(self._engine, self._artifact, self._options, self._config.replicas)
         )

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from optkit.errors import UserError
-from optkit.fleet.cluster import Cluster, auth_token, reason_in
+from optkit.fleet.cluster import Cluster, reason_in
 from optkit.fleet.config import FleetConfig
 from optkit.fleet.manifests import serve_config
 
@@ -86,15 +85,6 @@ def test_refusals_are_one_line(answer: Callable[[httpx.Request], httpx.Response]
 def test_an_address_is_a_url() -> None:
     with pytest.raises(UserError, match="http://head:8265"):
         Cluster("ray://head:10001")
-
-
-def test_the_token_comes_from_where_ray_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "token"
-    file.write_text("in-a-file\n")
-    assert auth_token({"RAY_AUTH_TOKEN": "in-the-environment"}) == "in-the-environment"
-    assert auth_token({"RAY_AUTH_TOKEN_PATH": str(file)}) == "in-a-file"
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert auth_token({}) is None
 
 
 def test_the_reason_is_the_last_error_or_the_text() -> None:

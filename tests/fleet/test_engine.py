@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from optkit.fleet.engine import Attempt, FleetEngine
-from optkit.fleet.local import LocalReplica
-from optkit.fleet.replica import ReplicaGone
+from optkit.fleet.engine import FleetEngine
+from optkit.fleet.failover import Failover
 from optkit.runtime.process.client import ENGINE_DIED, ENGINE_GONE
 from optkit.runtime.process.ipc import PinList
 from optkit.runtime.prefill import PinInfo
 from optkit.runtime.types import EngineRequest, EngineStats, FinishReason, TokenOutput
-from tests.support.fleet import ChangingMembers, ask, fleet, fleet_of, on_loop, soon, tokens_of, within
+from tests.support.fleet import ChangingMembers, ask, fleet, fleet_of, local, on_loop, soon, tokens_of, within
 from tests.support.serve_fakes import FakeEngine, SteppedEngine
+from tests.support.tiny_tokenizer import TEXT
 
 QUIET = EngineStats()
 
@@ -78,42 +78,21 @@ class Dying(FakeEngine):
         yield TokenOutput(request_id=name, token_ids=(), finish_reason=FinishReason.ERROR, error=self.error)
 
 
-@pytest.mark.parametrize("error", [ENGINE_DIED, ENGINE_GONE])
 @on_loop
-async def test_without_failover_a_death_is_the_error_of_a_single_server(error: str) -> None:
-    async with fleet(Dying(error)) as engine:
-        outputs = [output async for output in engine.generate(ask())]
-    assert [output.error for output in outputs] == [error]
-    assert outputs[0].finish_reason is FinishReason.ERROR
-
-
-@on_loop
-async def test_an_attempt_tells_which_replica_died_and_can_leave_it_out() -> None:
+async def test_an_answer_of_a_dead_engine_goes_on_with_another_replica() -> None:
     dying, good = Dying(ENGINE_DIED, after=2), engines(1)[0]
-    async with fleet(dying, good) as engine:
-        with pytest.raises(ReplicaGone) as caught:
-            async for _ in engine.attempt(ask(), excluded=["1"]):
-                pass
-        assert (caught.value.replica_id, caught.value.was_begun) == ("0", True)
-        assert await tokens_of(engine.attempt(ask(), excluded=[caught.value.replica_id]))
-        assert len(good.requests) == 1
-
-
-@on_loop
-async def test_failover_gets_the_request_and_the_way_to_run_it() -> None:
-    dying, good = Dying(ENGINE_DIED), engines(1)[0]
-
-    async def twice(request: EngineRequest, attempt: Attempt) -> AsyncIterator[TokenOutput]:
-        try:
-            async for output in attempt(request, ["1"]):
-                yield output
-        except ReplicaGone as gone:
-            async for output in attempt(request, [gone.replica_id]):
-                yield output
-
-    async with fleet(dying, good, failover=twice) as engine:
-        assert await tokens_of(engine.generate(ask()))
-    assert (len(dying.requests), len(good.requests)) == (1, 1)
+    good.script = lambda request: TEXT  # of a request that goes on: the rest is asked for
+    async with fleet(dying) as engine:
+        members = engine._members
+        assert isinstance(members, ChangingMembers)
+        stream = engine.generate(ask())
+        first = [await anext(stream), await anext(stream)]
+        members.set(*members.present, local(good, "1"))
+        rest = [output async for output in stream]
+    assert len(dying.requests) == 1 and rest[-1].error is None
+    (moved,) = good.requests
+    assert moved.continued == 2
+    assert moved.prompt_ids[-2:] == tuple(token for output in first for token in output.token_ids)
 
 
 @on_loop
@@ -131,9 +110,9 @@ async def test_a_request_waits_for_a_replica_that_is_on_its_way() -> None:
 
 
 @on_loop
-async def test_a_request_without_any_replica_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("optkit.fleet.engine.PATIENCE_SECONDS", 0.05)
+async def test_a_request_without_any_replica_fails() -> None:
     async with fleet() as engine:
+        engine.failover = Failover(engine._place, patience_seconds=0.05)
         (output,) = [output async for output in engine.generate(ask())]
         assert output.error == ENGINE_GONE
         assert (await engine.pins()).error and (await engine.start_profile(1)).error
@@ -143,13 +122,13 @@ async def test_a_request_without_any_replica_fails(monkeypatch: pytest.MonkeyPat
 async def test_a_draining_replica_finishes_and_gets_nothing_new() -> None:
     old, new = engines(2)
     old.gate = asyncio.Event()
-    leaving = LocalReplica(old, "old")
+    leaving = local(old, "old")
     members = ChangingMembers(leaving)
     async with fleet_of(members) as engine:
         running = asyncio.create_task(tokens_of(engine.generate(ask("a"))))
         await soon(lambda: old.requests)
         draining = asyncio.create_task(leaving.drain())
-        members.set(leaving, LocalReplica(new, "new"))
+        members.set(leaving, local(new, "new"))
         await soon(lambda: engine.num_ready == 1 and len(engine.reports) == 2)
         assert await within(tokens_of(engine.generate(ask("b"))))
         assert not draining.done() and len(new.requests) == 1
@@ -163,8 +142,8 @@ async def test_a_silent_replica_is_left_out(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("optkit.fleet.engine.SILENCE_SECONDS", 0.2)
     monkeypatch.setattr("optkit.fleet.engine.REPORT_SECONDS", 0.01)
     mute, good = engines(2)
-    silent = LocalReplica(mute, "0")
-    async with fleet_of(ChangingMembers(silent, LocalReplica(good, "1"))) as engine:
+    silent = local(mute, "0")
+    async with fleet_of(ChangingMembers(silent, local(good, "1"))) as engine:
 
         async def never(since: object) -> object:
             return await asyncio.Event().wait()
@@ -182,7 +161,7 @@ async def test_counters_never_fall_when_replicas_leave(monkeypatch: pytest.Monke
     a, b = engines(2)
     a.stats = EngineStats(num_running=1, step_tokens=100, step_sizes=(1, 2))
     b.stats = EngineStats(num_running=2, step_tokens=50, step_sizes=(0, 1, 4))
-    first, second = LocalReplica(a, "a"), LocalReplica(b, "b")
+    first, second = local(a, "a"), local(b, "b")
     members = ChangingMembers(first, second)
     async with fleet_of(members) as engine:
         await soon(lambda: engine.stats.num_running == 3)

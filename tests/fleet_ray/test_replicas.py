@@ -57,7 +57,7 @@ async def test_answers_are_those_of_an_engine_process(two_replicas: FleetConfig)
 @on_loop
 async def test_a_dead_engine_is_told_at_once_and_replaced(two_replicas: FleetConfig) -> None:
     async with joined() as engine:
-        stream = engine.attempt(ask(max_tokens=400))
+        stream = engine.generate(ask(max_tokens=400))
         await anext(stream)
         (serving,) = [report for report in await fresh(engine) if report.num_running]
         info = await engine._known[serving.replica_id].member.engine_info()
@@ -77,7 +77,7 @@ async def test_a_dead_engine_is_told_at_once_and_replaced(two_replicas: FleetCon
 @on_loop
 async def test_a_dead_actor_is_told_at_once_and_replaced_by_serve(two_replicas: FleetConfig) -> None:
     async with joined() as engine:
-        stream = engine.attempt(ask(max_tokens=400))
+        stream = engine.generate(ask(max_tokens=400))
         await anext(stream)
         (serving,) = [report for report in await fresh(engine) if report.num_running]
         actor = ray.get_actor(worker_name(APP, serving.replica_id), namespace=NAMESPACE)

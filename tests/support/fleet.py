@@ -12,9 +12,11 @@ from optkit.fleet.engine import FleetEngine
 from optkit.fleet.local import LocalReplica
 from optkit.fleet.member import Member
 from optkit.fleet.remote_replica import RemoteReplica
-from optkit.fleet.replica import ReplicaGone
+from optkit.fleet.replica import Mark, ReplicaGone
 from optkit.fleet.served_replica import ServedReplica
-from optkit.runtime.types import EngineRequest, SamplingParams, TokenOutput
+from optkit.runtime.process.ipc import Reported
+from optkit.runtime.report import EngineReport
+from optkit.runtime.types import EngineRequest, EngineStats, SamplingParams, TokenOutput
 from tests.support.serve_fakes import FakeEngine
 
 
@@ -94,10 +96,33 @@ class ChangingMembers:
             self._changed.clear()
 
 
+class Reporting:
+    """``engine`` with reports of the numbers in its stats."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def report(self, since: Mark) -> Reported:
+        if not self._engine.is_healthy:
+            return Reported("report", error="gone")
+        stats: EngineStats = self._engine.stats
+        counts = {"num_running": stats.num_running, "num_waiting": stats.num_waiting}
+        queue = 0.01 * sum(counts.values())
+        return Reported("report", EngineReport(**counts, queue_seconds=queue, prefill_seconds=(0.01,) * 5))
+
+
+def local(engine: Any, name: str) -> LocalReplica:
+    """A replica on a scripted engine."""
+    return LocalReplica(Reporting(engine), name)
+
+
 @asynccontextmanager
 async def fleet(*engines: Any, **options: Any) -> AsyncIterator[FleetEngine]:
     """A started fleet with a local replica for each engine, named 0, 1, ..."""
-    members = [LocalReplica(engine, str(index)) for index, engine in enumerate(engines)]
+    members = [local(engine, str(index)) for index, engine in enumerate(engines)]
     async with fleet_of(ChangingMembers(*members), **options) as engine:
         yield engine
 
@@ -119,7 +144,7 @@ async def fleet_of(members: ChangingMembers, **options: Any) -> AsyncIterator[Fl
 @asynccontextmanager
 async def linked(engine: FakeEngine) -> AsyncIterator[tuple[RemoteReplica, CuttableStub]]:
     """A replica on ``engine`` behind a link, and the stub to cut."""
-    stub = CuttableStub(ServedReplica(LocalReplica(engine, "far")))
+    stub = CuttableStub(ServedReplica(local(engine, "far")))
     remote = RemoteReplica(stub, "far")
     await soon(lambda: "take" in stub.calls)
     try:
