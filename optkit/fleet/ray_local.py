@@ -71,9 +71,19 @@ def run(
             gpus=0 if artifact.recipe.target == "cpu" else 1,
             drain_seconds=options.request_timeout or 600.0,
         )
-        server = _FleetServer(artifact, config, options, sock, announce)
-        with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            return runner.run(server.run())
+        return serve_fleet(artifact, config, options, sock, announce)
+
+
+def serve_fleet(
+    artifact: Artifact,
+    config: FleetConfig,
+    options: ServeOptions,
+    sock: socket.socket,
+    announce: Callable[[str], None],
+) -> int:
+    """Serve the replicas of ``config`` on the bound ``sock`` until a signal; returns the exit code."""
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        return runner.run(_FleetServer(artifact, config, options, sock, announce).run())
 
 
 class LocalRay:

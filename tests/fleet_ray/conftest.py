@@ -1,9 +1,7 @@
-"""A local Ray with replicas of fake engines, for a module of tests; and live servers."""
+"""A local Ray with replicas of mock engines, for a module of tests; and live servers."""
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,29 +12,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
 from optkit.fleet.config import FleetConfig
+from optkit.fleet.mock import MOCK_FACTORY, MockModel
 from optkit.fleet.ray_local import LocalRay
-from tests.support.engine_process import FACTORY
-from tests.support.live import SCRIPT
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 180.0
-LIMITS = {"vocab_size": 512, "num_blocks": 512, "max_model_len": 512, "max_num_seqs": 8, "remember": False}
 
 
-def fake_config(replicas: int, **options: object) -> FleetConfig:
-    """A fleet of fake engines with ``options`` of ``tests.support.fakes.fake_engine``."""
-    return FleetConfig(
-        artifact=json.dumps(LIMITS | options), replicas=replicas, cpus=1, factory=FACTORY, drain_seconds=20.0
-    )
+def mock_config(replicas: int, model: MockModel) -> FleetConfig:
+    """A fleet of mock engines."""
+    text = msgspec.json.encode(model).decode()
+    return FleetConfig(artifact=text, replicas=replicas, cpus=1, factory=MOCK_FACTORY, drain_seconds=20.0)
 
 
 @contextmanager
 def local_ray(config: FleetConfig) -> Iterator[LocalRay]:
     """A running local Ray that starts the replicas of ``config``."""
-    os.environ["PYTHONPATH"] = str(ROOT)  # workers import the fake engines
     found = LocalRay(config)
     found.start()
     try:
@@ -47,8 +42,8 @@ def local_ray(config: FleetConfig) -> Iterator[LocalRay]:
 
 @pytest.fixture(scope="module")
 def two_replicas() -> Iterator[FleetConfig]:
-    """Two replicas of fake engines, the second token of each answer 10 ms after the first."""
-    config = fake_config(2)
+    """Two replicas of mock engines with a token each 10 ms."""
+    config = mock_config(2, MockModel(step_seconds=0.01))
     with local_ray(config):
         yield config
 
@@ -96,6 +91,3 @@ def until(condition: object, patience: float = PATIENCE) -> None:
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < end, "it never happened"
         time.sleep(0.05)
-
-
-__all__ = ["SCRIPT"]
