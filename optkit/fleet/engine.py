@@ -205,8 +205,9 @@ class FleetEngine:
         return [known.report for known in self._known.values() if known.report]
 
     @property
-    def num_ready(self) -> int:
-        return len(self._ready())
+    def ready_ids(self) -> set[str]:
+        """The replicas that take requests."""
+        return {known.member.replica_id for known in self._ready()}
 
     @property
     def stats(self) -> EngineStats:

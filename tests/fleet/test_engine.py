@@ -129,7 +129,7 @@ async def test_a_draining_replica_finishes_and_gets_nothing_new() -> None:
         await soon(lambda: old.requests)
         draining = asyncio.create_task(leaving.drain())
         members.set(leaving, local(new, "new"))
-        await soon(lambda: engine.num_ready == 1 and len(engine.reports) == 2)
+        await soon(lambda: len(engine.ready_ids) == 1 and len(engine.reports) == 2)
         assert await within(tokens_of(engine.generate(ask("b"))))
         assert not draining.done() and len(new.requests) == 1
         old.gate.set()
@@ -149,7 +149,7 @@ async def test_a_silent_replica_is_left_out(monkeypatch: pytest.MonkeyPatch) -> 
             return await asyncio.Event().wait()
 
         silent.report = never  # type: ignore[method-assign, assignment]
-        await soon(lambda: engine.num_ready == 1)
+        await soon(lambda: len(engine.ready_ids) == 1)
         for index in range(4):
             await tokens_of(engine.generate(ask(str(index))))
     assert (len(mute.requests), len(good.requests)) == (0, 4)

@@ -37,7 +37,7 @@ async def joined(count: int = 2) -> AsyncIterator[FleetEngine]:
 
 async def ready(engine: FleetEngine, count: int) -> None:
     async with asyncio.timeout(PATIENCE):
-        while engine.num_ready != count:
+        while len(engine.ready_ids) != count:
             await asyncio.sleep(0.02)
 
 
