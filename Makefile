@@ -21,7 +21,7 @@ OVER     = awk -F== 'NR == FNR {its[$$1]} NR == FNR || !($$1 in its)' $(1) const
 SOURCES := $(shell find optkit passes kernels/ops recipes -name '*.py' -o -name '*.cpp' -o -name '*.yaml')
 RESULTS := bench/results
 
-.PHONY: help demo test test-oldest lint format bench peers coverage soak chaos emulated arm sanitize fleet clients load-clients browser wheel clean artifact-verified FORCE
+.PHONY: help demo test test-oldest lint format bench peers coverage soak chaos emulated arm sanitize fleet fleet-small clients load-clients browser wheel clean artifact-verified FORCE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -215,6 +215,10 @@ browser: .browser/chromium $(VENV)/.test
 # Ray and what it needs beyond .venv, whose packages are found behind those of .fleet.
 fleet: .fleet/.made $(VENV)/.model artifact-verified
 	OPTKIT_ARTIFACT=$(ARTIFACT) $(call WITHIN,1h) .fleet/bin/python -m pytest tests/fleet_ray $(ARGS)
+
+# In two minutes, without the model.
+fleet-small: .fleet/.made
+	$(call WITHIN,10m) .fleet/bin/python -m pytest tests/fleet_ray/test_replicas.py $(ARGS)
 
 .fleet/.made: tests/fleet_ray/requirements.txt | $(VENV)/.test
 	@echo "installing Ray into .fleet"

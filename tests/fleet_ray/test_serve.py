@@ -19,15 +19,20 @@ CHATS = [
 ]
 
 
-def answer(url: str, body: dict[str, object]) -> str:
-    found = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENCE)
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def answer(url: str, body: dict[str, object], key: str = "") -> str:
+    found = httpx.post(f"{url}/v1/chat/completions", json=body, headers=bearer(key), timeout=PATIENCE)
     assert found.status_code == 200, found.text
     return str(found.json()["choices"][0]["message"]["content"])
 
 
-def streamed(url: str, body: dict[str, object]) -> str:
-    text = ""
-    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body | {"stream": True}, timeout=PATIENCE) as lines:
+def streamed(url: str, body: dict[str, object], key: str = "") -> str:
+    text, body = "", body | {"stream": True}
+    path = f"{url}/v1/chat/completions"
+    with httpx.stream("POST", path, json=body, headers=bearer(key), timeout=PATIENCE) as lines:
         for line in lines.iter_lines():
             if line.startswith("data: {"):
                 (choice,) = json.loads(line[6:])["choices"]
