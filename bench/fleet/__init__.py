@@ -1,1 +1,1 @@
-"""Figures of a fleet: ``python -m bench.fleet NAME``, a module a figure."""
+"""Figures of a fleet, each by a module of its own: ``python -m bench.fleet NAME``."""

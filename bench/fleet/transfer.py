@@ -33,7 +33,7 @@ import numpy as np
 
 from bench.bounds import beyond, print_numbers
 from optkit.fleet.transfer import Pulled, TransferClient, TransferServer, parse_address
-from optkit.fleet.wire import Identity
+from optkit.fleet.kv_wire import Identity
 from optkit.graph.states import KVSpec
 from optkit.runtime.engine import Engine
 from optkit.runtime.kv.exchange import Adoption, BlockExchange, BlockKV, Incoming

@@ -16,7 +16,7 @@ from optkit.artifact.manifest import content_digest, read_manifest
 from optkit.errors import UserError
 from optkit.fleet.peers import EnginePeers
 from optkit.fleet.transfer import parse_address
-from optkit.fleet.wire import TransferError
+from optkit.fleet.kv_wire import TransferError
 from optkit.recipe.engine_options import EngineOptions
 from optkit.runtime import factory
 from optkit.runtime.engine import Engine

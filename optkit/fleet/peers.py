@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 import msgspec
 
 from optkit.fleet.transfer import Pulled, TransferClient, TransferServer
-from optkit.fleet.wire import Identity, TransferError
+from optkit.fleet.kv_wire import Identity, TransferError
 from optkit.runtime.baked import is_compiled, layout_entry
 from optkit.runtime.engine import Engine
 from optkit.runtime.kv.exchange import Adoption, BlockExchange, Incoming

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from optkit.fleet.wire import (
+from optkit.fleet.kv_wire import (
     Channel,
     CorruptTransfer,
     End,

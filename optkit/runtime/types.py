@@ -112,6 +112,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
         cache_salt: requests of different salts share no KV.
         prefill: for a request that computes the KV of its prompt and generates nothing.
         source: another engine with KV of the prompt; None: none.
+        continued: the last tokens of ``prompt_ids`` that are no prompt, but the beginning of the answer, from an
+            engine that died. The answer goes on as if undisturbed: numbers drawn by a seed, penalties, ``min_tokens``,
+            ``max_tokens``, bad words and the constraint count the tokens. Outputs have the following tokens alone.
     """
 
     request_id: str
@@ -122,6 +125,12 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     cache_salt: str = ""
     prefill: Prefill | None = None
     source: KVSource | None = None
+    continued: int = 0
+
+    @property
+    def num_prompt(self) -> int:
+        """The number of tokens of the prompt."""
+        return len(self.prompt_ids) - self.continued
 
     @property
     def reads_prefix_cache(self) -> bool:
@@ -179,6 +188,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
         retry_after: seconds after which a request refused for lack of time may come again.
         first: with the first token, or with an end without a token.
         num_preemptions: of the request so far.
+        num_migrations: of the request so far, from a replica that died to another (``optkit.fleet.failover``).
         num_prefilled: tokens with cached KV, at the end of a request without an answer.
     """
 
@@ -193,6 +203,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     stop_token: int | None = None
     num_preemptions: int = 0
     num_prefilled: int = 0
+    num_migrations: int = 0
 
     @property
     def generated_ids(self) -> tuple[int, ...]:
@@ -324,6 +335,7 @@ class Request:
         first_blocks: for each block table the number of ``NO_BLOCK`` entries, which are the first.
         num_reserved: blocks reserved for the rest of the prefill.
         num_admitted: tokens known at the admission, whose KV is computed by the prefill.
+        num_uncached: tokens without cached KV on arrival.
         state_slot: the slot of the recurrent state, for models that have one; ``NO_SLOT`` without.
         borders: numbers of tokens after which a checkpoint of the recurrent state is taken, ascending.
         rolling: the node with the request's latest checkpoint in the answer.
@@ -345,6 +357,7 @@ class Request:
     first_blocks: list[int] = field(default_factory=list)
     num_reserved: int = 0
     num_admitted: int = 0
+    num_uncached: int = 0
     state_slot: int = NO_SLOT
     borders: tuple[int, ...] = ()
     rolling: Node | None = None
@@ -369,11 +382,11 @@ class Request:
 
     @property
     def num_prompt(self) -> int:
-        return len(self.received.prompt_ids)
+        return self.received.num_prompt
 
     @property
     def num_output(self) -> int:
-        return len(self.token_ids) - len(self.received.prompt_ids)
+        return len(self.token_ids) - self.num_prompt
 
     @property
     def num_pending(self) -> int:

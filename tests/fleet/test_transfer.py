@@ -11,7 +11,7 @@ import pytest
 
 from optkit.fleet import transfer
 from optkit.fleet.transfer import TransferClient, TransferServer, parse_address
-from optkit.fleet.wire import Channel, Identity, Pull, TransferError, WantedBlock, join
+from optkit.fleet.kv_wire import Channel, Identity, Pull, TransferError, WantedBlock, join
 from optkit.runtime.engine import Engine
 from optkit.runtime.kv.exchange import Adoption, BlockExchange, Incoming
 from tests.support.driven import SECRET, ask, driven

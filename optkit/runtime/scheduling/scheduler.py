@@ -77,6 +77,7 @@ class Scheduler:
 
     Attributes:
         announce: called before a step with the ids of the requests beginning in the step.
+        step_start: the time at which the last step began.
     """
 
     steps_in_flight = 1  # steps that are queued before their results are known
@@ -116,7 +117,7 @@ class Scheduler:
         self.announce: Callable[[Sequence[str]], None] = _to_nobody
         self._begun: list[str] = []  # requests admitted for the first time in this step
         self._num_added = 0
-        self._step_start = 0.0
+        self.step_start = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -139,7 +140,7 @@ class Scheduler:
             EngineOverload: the first token would come after the deadline, and ``enforce_ttft_slo`` is set.
         """
         background = received.prefill is not None
-        reason = self.config.refusal(len(received.prompt_ids), received.sampling.max_tokens + background)
+        reason = self._refusal(received)
         if received.request_id in self._requests:
             reason = f"a request with the id {received.request_id!r} is being served"
         if reason:
@@ -149,10 +150,10 @@ class Scheduler:
         if reason := self.background.refusal(request):
             raise EngineRefusal(reason)
         request.times.queued = self.clock()
-        work = request.num_pending - self.kv.cached_tokens(request)
+        work = request.num_uncached = request.num_pending - self.kv.cached_tokens(request)
         rank = NEVER if request.is_background else self.policy.rank(received, work)
         request.rank = (rank, self._num_added)
-        if self.config.enforce_ttft_slo and not background:
+        if self.config.enforce_ttft_slo and not background and not received.continued:
             self._refuse_late(request, work)
         self._num_added += 1
         self._requests[received.request_id] = request
@@ -162,6 +163,16 @@ class Scheduler:
         """True until the request has ended."""
         return request_id in self._requests
 
+    def _refusal(self, received: EngineRequest) -> str | None:
+        """The reason why a request can never be served, or None."""
+        most = received.sampling.max_tokens + (received.prefill is not None)
+        if reason := self.config.refusal(received.num_prompt, most):
+            return reason
+        end = self.config.final_length(received.num_prompt, most)
+        if not received.num_prompt <= len(received.prompt_ids) < end:
+            return f"after {received.continued} tokens an answer of {most} tokens has no token left"
+        return None
+
     def abort(self, request_id: str) -> TokenOutput | None:
         """Drop a request and free the KV; None for an unknown request."""
         request = self._requests.get(request_id)
@@ -169,10 +180,10 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """The work of the next step; an empty batch if there is none. ``update`` follows, also after an empty batch."""
-        self._step_start = self.clock()
+        self.step_start = self.clock()
         self._give_up()
-        self.kv.pins.expire(self._step_start)
-        self.kv.leases.expire(self._step_start)
+        self.kv.pins.expire(self.step_start)
+        self.kv.leases.expire(self.step_start)
         ready = self._ready()
         decodes = [ScheduledRequest(request, 1) for request in ready]
         prefills = self._prefills(decodes)
@@ -188,7 +199,7 @@ class Scheduler:
         now = self.clock()
         copied = batch.transfers or batch.state_copies
         if batch.items and not copied and not any(isinstance(r, Failure) for r in results):
-            self.cost.observe(step_work(batch.items), now - self._step_start)
+            self.cost.observe(step_work(batch.items), now - self.step_start)
         outputs: list[TokenOutput] = []
         for item, result in zip(batch.items, results, strict=True):
             if not self._is_here(item.request):
@@ -279,12 +290,16 @@ class Scheduler:
             self.announce(begun)
 
     def _give_up(self) -> None:
-        """End the requests waiting for their first step longer than ``queue_timeout``."""
+        """End the requests waiting for their first step longer than ``queue_timeout``.
+
+        The client of a continued answer already reads, so such a request waits for as long as it takes.
+        """
         if not self.config.queue_timeout:
             return
-        oldest = self._step_start - self.config.queue_timeout
+        oldest = self.step_start - self.config.queue_timeout
         for request in list(self.waiting):
-            if request.times.started is None and request.received.arrival < oldest:
+            is_new = request.times.started is None and not request.received.continued
+            if is_new and request.received.arrival < oldest:
                 self._lost.append(self._finish(request, FinishReason.ERROR, error=QUEUE_TIMEOUT))
 
     def _is_here(self, request: Request) -> bool:
@@ -416,9 +431,9 @@ class Scheduler:
         self.waiting.remove(request)
         bisect.insort(self.running, request, key=_rank)
         if request.times.started is None:
-            request.times.started = self._step_start
+            request.times.started = self.step_start
             self._begun.append(request.request_id)
-            request.times.cached_tokens = request.num_computed
+            request.times.cached_tokens = min(request.num_computed, request.num_prompt)
             self.kv.count(request)
         return True
 
@@ -448,7 +463,7 @@ class Scheduler:
 
     def _count_chunk(self, item: ScheduledRequest, now: float) -> None:
         if not item.request.times.reported:
-            item.request.times.prefill += now - self._step_start
+            item.request.times.prefill += now - self.step_start
             item.request.times.num_chunks += 1
 
     def _record(self, item: ScheduledRequest, result: Result) -> list[TokenOutput]:

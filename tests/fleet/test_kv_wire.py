@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optkit.fleet import wire
-from optkit.fleet.wire import (
+from optkit.fleet import kv_wire as wire
+from optkit.fleet.kv_wire import (
     Channel,
     End,
     Hello,
