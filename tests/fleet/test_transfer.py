@@ -29,8 +29,7 @@ def expected(prompt: list[int] = PROMPT, max_tokens: int = 6) -> list[int]:
 def engine(**options: object) -> Engine:
     """An engine with digests of the common secret."""
     made = fake_engine(options=dict(options))
-    assert made.scheduler.kv.cache is not None
-    made.scheduler.kv.cache.rekey(SECRET)
+    made.share_digests(SECRET)
     return made
 
 

@@ -84,9 +84,8 @@ class Driven:
 def driven(*engines: Engine, secret: bytes = SECRET, version: str = "v") -> Iterator[list[Driven]]:
     """``engines`` that exchange KV, each driven by a thread."""
     for engine in engines:
+        engine.share_digests(secret)
         engine.peers = EnginePeers(engine, secret, version)
-        assert engine.scheduler.kv.cache is not None
-        engine.scheduler.kv.cache.rekey(secret)
     made = [Driven(engine) for engine in engines]
     try:
         yield made

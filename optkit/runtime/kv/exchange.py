@@ -137,7 +137,7 @@ class BlockExchange:
             if node is None or self._missing(node, block.groups) != missing:  # the eviction changed the tree
                 return None
             for group, number in zip(missing, table, strict=True):
-                kv.put(node.kv[group], number)
+            X
             holder.hold(table)
             return node
         finally:

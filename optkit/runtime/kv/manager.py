@@ -25,7 +25,7 @@ The order suffices: a block is saved before writing, and loaded before reading.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from optkit.runtime.kv.blocks import BlockManager
 from optkit.runtime.kv.changes import ChangeLog
@@ -227,6 +227,12 @@ class KVManager:
         """Record that ``block`` has the KV of ``kv``."""
         kv.block = block
         self._content[block] = kv
+
+    def fill(self, node: Node, blocks: Mapping[int, int]) -> None:
+        """Record that ``blocks`` have the KV of ``node``, by group of layers."""
+        for group, block in blocks.items():
+            self.put(node.kv[group], block)
+        self._note(node)
 
     def pin(self, name: str, request: Request, now: float, end: float | None, most: int) -> int:
         """Pin the published prefix of ``request``; returns its tokens, 0 where nothing of the prefix is cached.

@@ -23,6 +23,21 @@ class KVSource(msgspec.Struct, frozen=True, kw_only=True):
     computes: bool = False
 
 
+class PeerSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """The place of an engine among those that exchange KV.
+
+    Attributes:
+        address: host and port to listen at; port 0 is any. Other engines reach this one at the host.
+        version: digest of the artifact.
+        factory: ``module:function``, called in the engine process as ``function(engine, secret, setup)``; returns the
+            ``Peers`` of the engine, or None where the engine can exchange nothing.
+    """
+
+    address: str = "127.0.0.1:0"
+    version: str = ""
+    factory: str = "optkit.fleet.peers:connect"
+
+
 class Peers(Protocol):
     """The exchange of KV with other engines, by threads beside the engine's.
 

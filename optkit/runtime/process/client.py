@@ -24,6 +24,7 @@ import msgspec
 from optkit.errors import UserError
 from optkit.recipe.engine_options import EngineOptions
 from optkit.runtime.info import EngineInfo
+from optkit.runtime.kv.peers import PeerSetup
 from optkit.runtime.pooling import Pooling
 from optkit.runtime.process import ipc
 from optkit.runtime.process.launch import DEFAULT_FACTORY, Launched, launch
@@ -88,6 +89,7 @@ class EngineClient:
         silence_seconds: ``is_silent`` is True after so much time without a message. Time in which the API process did
             not run (SIGSTOP, a sleeping machine) does not count.
         cache_secret: of a deployment whose processes compare digests of cached blocks; empty for a random one.
+        peers: for an engine that exchanges KV with other engines of ``cache_secret``.
 
     Attributes:
         on_death: called with the requests begun before the engine's death, before the streams end.
@@ -102,10 +104,11 @@ class EngineClient:
         launched: Launched | None = None,
         silence_seconds: float = 60.0,
         cache_secret: bytes = b"",
+        peers: PeerSetup | None = None,
     ) -> None:
         self.artifact_dir, self.options = artifact_dir, options or EngineOptions()
         self.factory, self.silence_seconds = factory, silence_seconds
-        self._launched, self._cache_secret = launched, cache_secret
+        self._launched, self._cache_secret, self._peers = launched, cache_secret, peers
         self.info: EngineInfo | None = None
         self._stats = EngineStats()
         self._streams: dict[str, _Stream] = {}
@@ -132,7 +135,7 @@ class EngineClient:
         self._process, sock = (self._launched or launch(self.factory)).take()
         try:
             reader, self._writer = await asyncio.open_connection(sock=sock)
-            self._post(ipc.Load(self.artifact_dir, self.options, self._cache_secret))
+            self._post(ipc.Load(self.artifact_dir, self.options, self._cache_secret, self._peers))
             self.info = info = await asyncio.wait_for(self._wait_until_ready(reader), timeout)
         except BaseException:
             await self.stop()

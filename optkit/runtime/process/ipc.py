@@ -14,6 +14,7 @@ import msgspec
 
 from optkit.recipe.engine_options import EngineOptions
 from optkit.runtime.info import EngineInfo
+from optkit.runtime.kv.peers import PeerSetup
 from optkit.runtime.pooling import Pooling
 from optkit.runtime.prefill import PinInfo
 from optkit.runtime.report import EngineReport, Mark
@@ -33,11 +34,13 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     Attributes:
         cache_secret: begins the digests of cached blocks, so that the processes of a fleet can compare digests; empty
             for a random one. The secret is no option: options are shown in logs and answers.
+        peers: for an engine that exchanges KV with others of the secret; None: for an engine alone.
     """
 
     artifact_dir: str
     options: EngineOptions
     cache_secret: bytes = b""
+    peers: PeerSetup | None = None
 
     def __repr__(self) -> str:
         return f"Load({self.artifact_dir!r}, {self.options!r})"

@@ -29,7 +29,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -279,8 +279,8 @@ def send(sock: socket.socket, *messages: ipc.FromWorker) -> None:
         raise ParentGone from None
 
 
-def resolve(factory: str) -> Callable[[str, EngineOptions], Engine]:
-    """The engine factory ``module:function``; only from modules of optkit and of the tests."""
+def resolve(factory: str) -> Callable[..., Any]:
+    """The function ``module:function``; only from modules of optkit and of the tests."""
     module, _, function = factory.partition(":")
     if not module.startswith(FACTORY_PREFIXES):
         raise ValueError(f"{factory} is not a factory of optkit")
@@ -325,6 +325,8 @@ def load(args: argparse.Namespace, sock: socket.socket, frames: ipc.FrameReader)
     engine = factory(message.artifact_dir, message.options)
     if message.cache_secret:
         engine.share_digests(message.cache_secret)
+    if message.peers is not None:
+        engine.peers = resolve(message.peers.factory)(engine, message.cache_secret, message.peers)
     gc.collect()
     gc.freeze()  # the model's objects live as long as the process: no collection needs to look at them
     took = time.monotonic() - start

@@ -27,8 +27,7 @@ GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
 
 
 def keyed(engine: Engine, secret: bytes = SECRET) -> Engine:
-    assert engine.scheduler.kv.cache is not None
-    engine.scheduler.kv.cache.rekey(secret)
+    engine.share_digests(secret)
     return engine
 
 
