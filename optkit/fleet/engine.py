@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from optkit.fleet.failover import Failover, Placed, Wanted
+from optkit.fleet.handover import budget, heir
 from optkit.fleet.member import Member, Members
 from optkit.fleet.replica import Mark, ReplicaGone, ReplicaReport, Work
 from optkit.fleet.router import Decision, NoReplica, Router
@@ -191,6 +192,15 @@ class FleetEngine:
         self.router.update(report, since, asked)
         self._totals.set(name, report.stats, report.num_restarts)
         known.report, known.heard = report, time.monotonic()
+        if report.is_draining and last is not None and not last.is_draining:
+            await self._hand_over(report)
+
+    async def _hand_over(self, leaving: ReplicaReport) -> None:
+        """Have another replica fetch the hot blocks of a replica that began to drain."""
+        target = heir(leaving, [known.report for known in self._ready() if known.report])
+        if target is not None:
+            log.info("replica %s hands its hot blocks to %s", leaving.replica_id, target.replica_id)
+            await self._known[target.replica_id].member.take_over(leaving.peer_address, budget(target))
 
     def _wake(self) -> None:
         """Let ``start`` look again."""

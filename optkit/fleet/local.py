@@ -8,6 +8,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Protocol, cast
 
+from optkit.fleet.handover import HAND_OVER_SECONDS
 from optkit.fleet.replica import Mark, ReplicaGone, ReplicaReport, Work, replica_report
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.pooling import Pooling
@@ -26,6 +27,10 @@ class ReportingEngine(AsyncEngine, Protocol):
 
     async def report(self, since: Mark) -> Reported:
         """Load, predicted times, and the changes of the cached blocks after ``since``."""
+        ...
+
+    async def take_over(self, address: str, num_bytes: int) -> None:
+        """Fetch the hot blocks of an engine that leaves."""
         ...
 
 
@@ -79,7 +84,9 @@ class LocalReplica:
 
     async def drain(self) -> None:
         self._is_draining = True
-        await self._idle.wait()
+        info = self._engine.info
+        rest = HAND_OVER_SECONDS if info is not None and info.peer_address else 0.0
+        await asyncio.gather(self._idle.wait(), asyncio.sleep(rest))
 
     async def engine_info(self) -> EngineInfo | None:
         return self._engine.info
@@ -95,6 +102,9 @@ class LocalReplica:
 
     async def reset_prefix_cache(self) -> None:
         await self._engine.reset_prefix_cache()
+
+    async def take_over(self, address: str, num_bytes: int) -> None:
+        await self._engine.take_over(address, num_bytes)
 
     async def start_profile(self, steps: int) -> Profiled:
         return await self._engine.start_profile(steps)

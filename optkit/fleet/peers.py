@@ -41,17 +41,18 @@ class Counters:
 
     kv_fetches: int = 0
     kv_fetch_failures: int = 0
-    kv_fetch_seconds: float = 0.0
+    kv_fetch_microseconds: int = 0
     kv_bytes_fetched: int = 0
     kv_blocks_fetched: int = 0
     kv_blocks_rejected: int = 0
 
-    def add(self, pulled: Pulled) -> None:
-        """Count a fetch."""
+    def add(self, pulled: Pulled, is_timed: bool) -> None:
+        """Count a fetch; with ``is_timed`` its bytes and time, which say how fast the network is."""
         self.kv_fetches += 1
         self.kv_fetch_failures += bool(pulled.reason)
-        self.kv_fetch_seconds += pulled.seconds
-        self.kv_bytes_fetched += pulled.num_bytes
+        if is_timed:
+            self.kv_fetch_microseconds += round(1e6 * pulled.seconds)
+            self.kv_bytes_fetched += pulled.num_bytes
         self.kv_blocks_fetched += pulled.num_blocks
         self.kv_blocks_rejected += pulled.num_rejected
 
@@ -100,7 +101,7 @@ class EnginePeers:
                 if fetching.client is not None:
                     fetching.client.cancel()
 
-    def counters(self) -> dict[str, float]:
+    def counters(self) -> dict[str, int]:
         return {**asdict(self._counters), "kv_blocks_sent": self._server.num_sent}
 
     def fetch(self, request: EngineRequest, hand_back: Callable[[EngineRequest], None]) -> bool:
@@ -155,7 +156,8 @@ class EnginePeers:
                     if self._fetching.get(request.request_id) is not fetching:
                         return
                     fetching.client = client
-                self._count(client.pull(incoming, *self._terms(request, incoming)))
+                pulled = client.pull(incoming, *self._terms(request, incoming))
+                self._count(pulled, is_timed=not source.computes)
             finally:
                 client.close()
         finally:
@@ -177,7 +179,7 @@ class EnginePeers:
                 pulled = client.pull_recent(adoption, num_bytes, TAKE_OVER_SECONDS)
             finally:
                 client.close()
-            self._count(pulled)
+            self._count(pulled, is_timed=True)
             logger.info("took over %d blocks of KV from %s", pulled.num_blocks, address)
         except (OSError, TransferError) as error:
             logger.warning("no KV was taken over from %s: %s", address, error)
@@ -186,9 +188,9 @@ class EnginePeers:
         finally:
             adoption.close()
 
-    def _count(self, pulled: Pulled) -> None:
+    def _count(self, pulled: Pulled, is_timed: bool = False) -> None:
         with self._lock:
-            self._counters.add(pulled)
+            self._counters.add(pulled, is_timed)
         if pulled.reason:
             logger.info("a fetch of KV ended after %d blocks: %s", pulled.num_blocks, pulled.reason)
 

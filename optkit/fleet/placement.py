@@ -84,7 +84,7 @@ class Placement:
         kinds: dict[tuple[str, str, int], list[Candidate]] = {}
         for each in candidates:
             stats, report = each.report.stats, each.report
-            self.links.observe(each.replica_id, stats.kv_bytes_fetched, stats.kv_fetch_seconds)
+            self.links.observe(each.replica_id, stats.kv_bytes_fetched, 1e-6 * stats.kv_fetch_microseconds)
             if report.kv_layout:
                 kinds.setdefault((report.version, report.kv_layout, report.block_size), []).append(each)
         return [option for alike in kinds.values() if len(alike) > 1 for option in self._among(prompt, alike)]

@@ -62,6 +62,9 @@ class RayStub:
     async def reset_prefix_cache(self) -> None:
         await self._call("reset_prefix_cache")
 
+    async def take_over(self, address: str, num_bytes: int) -> None:
+        await self._call("take_over", address, num_bytes)
+
     async def start_profile(self, steps: int) -> bytes:
         return bytes(await self._call("start_profile", steps))
 

@@ -16,6 +16,7 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 
+from optkit.artifact.manifest import content_digest
 from optkit.errors import UserError, first_line
 from optkit.fleet.config import FleetConfig, read_config
 from optkit.fleet.local import LocalReplica
@@ -24,6 +25,7 @@ from optkit.fleet.secrets import digest_secret
 from optkit.fleet.served_replica import ServedReplica
 from optkit.machine import logs
 from optkit.recipe.engine_options import engine_options
+from optkit.runtime.kv.peers import PeerSetup
 from optkit.runtime.process.client import EngineClient
 from optkit.runtime.process.launch import DEFAULT_FACTORY, launch
 from optkit.serve.server import client_maker
@@ -80,13 +82,15 @@ async def _supervised(config: FleetConfig, secret: bytes) -> EngineSupervisor:
     Args:
         secret: of digests.
     """
+    address = f"{ray.util.get_node_ip_address()}:0"
     with launch(config.factory) as launched:
         if config.factory == DEFAULT_FACTORY:
             artifact = await asyncio.to_thread(config.open)
             options = engine_options(artifact.recipe, config.engine)
-            supervisor = EngineSupervisor(client_maker(artifact, options, launched, secret))
+            setup = PeerSetup(address=address, version=content_digest(artifact.manifest))
+            supervisor = EngineSupervisor(client_maker(artifact, options, launched, secret, setup))
         else:
-            first = [launched]
+            first, setup = [launched], PeerSetup(address=address, version=config.digest)
             supervisor = EngineSupervisor(
                 lambda: EngineClient(
                     config.artifact,
@@ -94,6 +98,7 @@ async def _supervised(config: FleetConfig, secret: bytes) -> EngineSupervisor:
                     factory=config.factory,
                     launched=first.pop() if first else None,
                     cache_secret=secret,
+                    peers=setup,
                 )
             )
         await supervisor.start()

@@ -142,6 +142,9 @@ class RemoteReplica:
     async def reset_prefix_cache(self) -> None:
         await self._stub.reset_prefix_cache()
 
+    async def take_over(self, address: str, num_bytes: int) -> None:
+        await self._stub.take_over(address, num_bytes)
+
     async def start_profile(self, steps: int) -> Profiled:
         return wire.profiled.decode(await self._stub.start_profile(steps))
 

@@ -109,6 +109,9 @@ class ServedReplica:
     async def reset_prefix_cache(self) -> None:
         await self._replica.reset_prefix_cache()
 
+    async def take_over(self, address: str, num_bytes: int) -> None:
+        await self._replica.take_over(address, num_bytes)
+
     async def start_profile(self, steps: int) -> bytes:
         return wire.encode(await self._replica.start_profile(steps))
 

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from optkit.fleet.engine import FleetEngine
 from optkit.fleet.metrics import FleetMetrics
+from optkit.fleet.placement import Placement
 from optkit.runtime.info import EngineInfo
+from optkit.runtime.scheduling.policy import seconds
 from optkit.serve.app import create_app
 from optkit.serve.server import AppParts, ServeOptions
 
@@ -30,6 +32,8 @@ async def fleet_app(
     tokenizer = asyncio.create_task(asyncio.to_thread(parts.load_tokenizer))
     try:
         info = await engine.start()
+        tpot = seconds(info.config.tpot_slo_ms) or None
+        engine.router.tpot, engine.router.alternatives = tpot, Placement(tpot)
         words, chat = await tokenizer
     finally:
         tokenizer.cancel()

@@ -221,7 +221,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     computed again for lack of a checkpoint of the recurrent state. ``kv_blocks_pinned`` are among those used. On a
     GPU ``graph_captures`` and ``kernel_compilations`` stay constant once the engine is warm, and ``eager_steps`` fit
     no bucket. ``forced_tokens`` had no alternative in a constraint and were computed together with the token before.
-    ``kv_blocks_fetched`` came from other engines in ``kv_fetch_seconds``, ``kv_blocks_rejected`` had wrong bytes,
+    ``kv_blocks_fetched`` came from other engines; cached blocks of ``kv_bytes_fetched`` took
+    ``kv_fetch_microseconds``, ``kv_blocks_rejected`` had wrong bytes,
     ``kv_blocks_sent`` went to other engines, and ``kv_fetch_failures`` fetches ended early or brought nothing.
     """
 
@@ -253,7 +254,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     forced_tokens: int = 0
     kv_fetches: int = 0
     kv_fetch_failures: int = 0
-    kv_fetch_seconds: float = 0.0
+    kv_fetch_microseconds: int = 0
     kv_bytes_fetched: int = 0
     kv_blocks_fetched: int = 0
     kv_blocks_rejected: int = 0

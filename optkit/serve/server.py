@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from optkit.artifact.open import Artifact
+    from optkit.runtime.kv.peers import PeerSetup
     from optkit.runtime.process.client import EngineClient
     from optkit.runtime.process.launch import Launched
 
@@ -114,11 +115,15 @@ def run(
 
 
 def client_maker(
-    artifact: Artifact, engine: EngineOptions, launched: Launched | None, cache_secret: bytes = b""
+    artifact: Artifact,
+    engine: EngineOptions,
+    launched: Launched | None,
+    cache_secret: bytes = b"",
+    peers: PeerSetup | None = None,
 ) -> Callable[[], EngineClient]:
     """A maker of clients for engines of ``artifact``; the first client takes the process that was launched early.
 
-    ``cache_secret``: as in ``EngineClient``.
+    ``cache_secret``, ``peers``: as in ``EngineClient``.
 
     For each later client the maker raises UserError when another artifact is in the directory: tokenizer, limits and
     kept answers of the server are those of ``artifact``, and an engine does not check the files.
@@ -131,7 +136,9 @@ def client_maker(
         if not first:
             artifact.check_present()
         waiting = first.pop() if first else None
-        return EngineClient(str(artifact.directory), engine, launched=waiting, cache_secret=cache_secret)
+        return EngineClient(
+            str(artifact.directory), engine, launched=waiting, cache_secret=cache_secret, peers=peers
+        )
 
     return make_client
 

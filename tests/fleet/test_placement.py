@@ -135,7 +135,7 @@ def test_links_learn_from_counters_and_survive_a_new_engine() -> None:
 def test_the_bandwidth_comes_from_the_reports() -> None:
     made = Placement()
     for number in range(1, 40):
-        stats = EngineStats(kv_bytes_fetched=number * 10**8, kv_fetch_seconds=number * 0.1)
+        stats = EngineStats(kv_bytes_fetched=number * 10**8, kv_fetch_microseconds=number * 100_000)
         made(prompt(100), [candidate("a", 100, stats=stats)])
     assert abs(made.links.seconds("a", 1e9) - 1.0) < 0.01
 

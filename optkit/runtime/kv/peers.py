@@ -64,7 +64,7 @@ class Peers(Protocol):
         """Fetch the most recently used blocks of an engine that leaves, up to ``num_bytes`` of KV."""
         ...
 
-    def counters(self) -> dict[str, float]:
+    def counters(self) -> dict[str, int]:
         """Counters, named as fields of ``EngineStats``."""
         ...
 
