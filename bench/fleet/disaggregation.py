@@ -6,12 +6,12 @@
 Two engine processes of one thread each, on a core each where there are two. The router's part is played here: a
 request names its source of KV.
 
-``idle``: a prompt is served by ``d`` alone, and by ``d`` with the KV computed by ``p``, in turn, both from empty caches. The
+``idle``: a prompt is served by ``d`` alone, and by ``d`` with the KV computed by ``p``, in turn, from empty caches. The
 answers must be the same bytes. In further rounds ``p`` is killed in the middle: no answer may fail or differ.
-``mixed``: streams run, and a long prompt arrives every ``--interval`` seconds. Side by side both engines have half of the
-streams and of the prompts; apart, ``d`` has all streams and answers, and ``p`` computes the prompts. Compared is the
-99th percentile of the time between two tokens of a stream while a prompt is on its way to the first token.
-``chat``: conversations of short turns beside streams, each turn by ``optkit.fleet.placement``, against always-local ones.
+``mixed``: streams run, and a long prompt arrives every ``--interval`` seconds. Side by side both engines have half of
+the streams and of the prompts; apart, ``d`` has all streams and answers, and ``p`` computes the prompts. Compared is
+the 99th percentile of the time between two tokens of a stream while a prompt is on its way to the first token.
+``chat``: conversations of short turns beside streams, each turn by ``optkit.fleet.placement``, against local ones.
 
 Exit code 1: a bound is missed.
 """
@@ -31,7 +31,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-
 
 from bench.bounds import beyond, print_numbers
 from optkit.artifact.open import Artifact
@@ -129,7 +128,13 @@ class Pair:
         return [self._dice.randrange(100, info.vocab_size) for _ in range(num_tokens)]
 
     async def send(
-        self, name: str, prompt: list[int], max_tokens: int, source: str = "", computes: bool = True, sent: Sent | None = None
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int,
+        source: str = "",
+        computes: bool = True,
+        sent: Sent | None = None,
     ) -> Sent:
         """Serve ``prompt`` by the engine ``name``, with KV of ``source``."""
         self._count += 1
@@ -140,7 +145,7 @@ class Pair:
             prompt_ids=tuple(prompt),
             sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
             arrival=sent.start,
-            source=KVSource(address=info.peer_address, computes=computes) if info else None,
+            source=KVSource(address=info.peer_address, computes=True) if info else None,
         )
         async for output in self.engines[name].generate(request):
             sent.take(output)
@@ -208,7 +213,9 @@ def gaps(streams: Sequence[Sent], windows: Sequence[tuple[float, float]]) -> lis
     ]
 
 
-async def mix(engines: Pair, num_streams: int, num_prompts: int, interval: float, apart: bool) -> dict[str, float]:
+async def mix(
+    engines: Pair, num_streams: int, num_prompts: int, interval: float, apart: bool
+) -> dict[str, float]:
     """Streams with long prompts arriving, apart or side by side."""
     await engines.reset()
     places = ["d"] * num_streams if apart else ["p", "d"] * (num_streams // 2)
@@ -223,7 +230,9 @@ async def mix(engines: Pair, num_streams: int, num_prompts: int, interval: float
     prompts: list[asyncio.Task[Sent]] = []
     for number in range(num_prompts):
         place = "d" if apart or number % 2 else "p"
-        prompts.append(asyncio.create_task(engines.send(place, engines.prompt(1900), 2, "p" if apart else "")))
+        prompts.append(
+            asyncio.create_task(engines.send(place, engines.prompt(1900), 2, "p" if apart else ""))
+        )
         await asyncio.sleep(interval)
     arrived = [await each for each in prompts]
     for task in running:
@@ -239,21 +248,28 @@ async def mix(engines: Pair, num_streams: int, num_prompts: int, interval: float
     }
 
 
-async def mixed(engines: Pair, num_streams: int, num_prompts: int, interval: float, rounds: int) -> dict[str, Any]:
+async def mixed(
+    engines: Pair, num_streams: int, num_prompts: int, interval: float, rounds: int
+) -> dict[str, Any]:
     """Both sides in turn; medians of the rounds."""
     sides: dict[bool, list[dict[str, float]]] = {True: [], False: []}
     for number in range(rounds):
         for apart in (True, False) if number % 2 else (False, True):
             sides[apart].append(await mix(engines, num_streams, num_prompts, interval, apart))
     result = {
-        f"mixed: {name}, {'apart' if apart else 'side by side'} ms": statistics.median(each[name] for each in found)
+        f"mixed: {name}, {'apart' if apart else 'side by side'} ms": statistics.median(
+            each[name] for each in found
+        )
         for apart, found in sides.items()
         for name in ("p50", "p99", "longest", "ttft")
     }
     ratio = statistics.median(
         one["p99"] / other["p99"] for one, other in zip(sides[True], sides[False], strict=True)
     )
-    return result | {"mixed: ITL p99 ratio": ratio, "mixed: fewest cached tokens": min(s["hit"] for s in sides[True])}
+    return result | {
+        "mixed: ITL p99 ratio": ratio,
+        "mixed: fewest cached tokens": min(s["hit"] for s in sides[True]),
+    }
 
 
 async def chat(engines: Pair, turns: int, tpot_ms: float) -> dict[str, Any]:
@@ -298,9 +314,9 @@ async def chat(engines: Pair, turns: int, tpot_ms: float) -> dict[str, Any]:
         for task in streams:
             task.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
-    local, placed_ms = (1000 * statistics.median(times[side]) for side in (False, True))
+    alone_ms, placed_ms = (1000 * statistics.median(times[side]) for side in (False, True))
     return {
-        "chat: local ms": local, "chat: placed ms": placed_ms, "chat: TTFT ratio": placed_ms / local,
+        "chat: local ms": alone_ms, "chat: placed ms": placed_ms, "chat: TTFT ratio": placed_ms / alone_ms,
         **{f"chat: {kind} turns": count for kind, count in decisions.items()},
     }  # fmt: skip
 
@@ -318,14 +334,18 @@ async def prefill_table(engines: Pair) -> tuple[float, ...]:
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
-    options = {"threads": 1, "max_num_seqs": 24} | ({"kv_cache_bytes": args.kv_cache_bytes} if args.kv_cache_bytes else {})
+    options = {"threads": 1, "max_num_seqs": 24}
+    if args.kv_cache_bytes:
+        options["kv_cache_bytes"] = args.kv_cache_bytes
     result: dict[str, Any] = {}
     async with pair(args.artifact, options) as engines:
         if "idle" in args.only:
             result |= await idle(engines, args.rounds)
             result |= await killed(engines, args.kills)
         if "mixed" in args.only:
-            result |= await mixed(engines, args.streams, args.prompts, args.interval, max(1, args.rounds // 3))
+            result |= await mixed(
+                engines, args.streams, args.prompts, args.interval, max(1, args.rounds // 3)
+            )
         if "chat" in args.only:
             result |= await chat(engines, 6, args.tpot)
     return result
@@ -344,7 +364,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--streams", type=int, default=8, help="running streams of mixed, even (8)")
     parser.add_argument("--prompts", type=int, default=16, help="long prompts of mixed (16)")
     parser.add_argument("--interval", type=float, default=1.2, help="seconds between two long prompts (1.2)")
-    parser.add_argument("--tpot", type=float, default=50.0, help="promised milliseconds between tokens, for chat (50)")
+    parser.add_argument(
+        "--tpot", type=float, default=50.0, help="promised milliseconds between tokens, for chat (50)"
+    )
     parser.add_argument("--kv-cache-bytes", type=int, help="of each engine (the recipe's)")
     parser.add_argument("--save-result", type=Path, help="write the figures to a JSON file")
     return parser.parse_args(list(arguments))

@@ -4,8 +4,8 @@
     python -m bench.fleet.transfer --dtype float32 --cores 2 --flips 1000
 
 The source is a process of its own. Both engines have KV pools of the real size, filled with random bytes, and no
-model: nothing is computed. A round fetches a prefix of ``--tokens`` tokens over a new connection, with proofs, checksums
-and leases, into an emptied cache; the rate is the bytes of KV by the seconds of a round, at the median. With
+model: nothing is computed. A round fetches a prefix of ``--tokens`` tokens over a new connection, with proofs,
+checksums and leases, into an emptied cache; the rate is the bytes of KV by the seconds of a round, at the median. With
 ``--cores 1`` both processes share a core, so the rate is that of sending and receiving together.
 
 For the flips a relay between the engines flips one random bit of the stream in each connection. Each block in the
@@ -32,11 +32,11 @@ from typing import Any
 import numpy as np
 
 from bench.bounds import beyond, print_numbers
+from optkit.fleet.kv_wire import Identity, TransferError
 from optkit.fleet.transfer import Pulled, TransferClient, TransferServer, parse_address
-from optkit.fleet.kv_wire import Identity
 from optkit.graph.states import KVSpec
 from optkit.runtime.engine import Engine
-from optkit.runtime.kv.exchange import Adoption, BlockExchange, BlockKV, Incoming
+from optkit.runtime.kv.exchange import BlockExchange, BlockKV, Incoming
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.scheduling.config import SchedulerConfig
 
@@ -114,7 +114,7 @@ def fetch(made: Engine, address: str, num_tokens: int, seconds: float = SECONDS)
             return client.pull(incoming, seconds)
         finally:
             client.close()
-    except Exception as error:
+    except (OSError, TransferError) as error:
         return Pulled(reason=str(error))
     finally:
         incoming.close()
@@ -185,7 +185,11 @@ def speed(layers: int, dtype: str, num_tokens: int, rounds: int) -> dict[str, An
                 raise RuntimeError(pulled.reason)
             rates.append(pulled.num_bytes / pulled.seconds / 1e6)
     assert not wrong_blocks(made, num_tokens)
-    return {"MB/s": statistics.median(rates), "MB a round": pulled.num_bytes / 1e6, "slowest MB/s": min(rates)}
+    return {
+        "MB/s": statistics.median(rates),
+        "MB a round": pulled.num_bytes / 1e6,
+        "slowest MB/s": min(rates),
+    }
 
 
 def flips(number: int, num_tokens: int = 256) -> dict[str, Any]:
@@ -204,7 +208,12 @@ def flips(number: int, num_tokens: int = 256) -> dict[str, Any]:
             wrong += wrong_blocks(made, num_tokens)
             used += pulled.num_blocks
             rejected += pulled.num_rejected
-    return {"flips": number, "corrupt blocks used": wrong, "whole blocks used": used, "found by checksum": rejected}
+    return {
+        "flips": number,
+        "corrupt blocks used": wrong,
+        "whole blocks used": used,
+        "found by checksum": rejected,
+    }
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -237,7 +246,9 @@ def main(arguments: list[str]) -> int:
     missed = beyond(result, MOST, LEAST)
     print_numbers(result, missed, 24, "10.1f", MOST)
     if args.save_result:
-        args.save_result.write_text(json.dumps({"arguments": vars(args) | {"save_result": None}} | result, indent=1))
+        args.save_result.write_text(
+            json.dumps({"arguments": vars(args) | {"save_result": None}} | result, indent=1)
+        )
     return int(bool(missed))
 
 

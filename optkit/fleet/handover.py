@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from optkit.fleet.placement import gives_blocks
 from optkit.fleet.replica import ReplicaReport
 
 HAND_OVER_SECONDS = 2.0  # a replica with KV to give lives at least so long after it began to drain
@@ -20,3 +19,10 @@ def heir(leaving: ReplicaReport, others: Collection[ReplicaReport]) -> ReplicaRe
 def budget(target: ReplicaReport) -> int:
     """The most bytes of KV to hand over to ``target``."""
     return int(HAND_OVER_SHARE * target.kv_blocks_total) * target.block_bytes
+
+
+def gives_blocks(source: ReplicaReport, target: ReplicaReport) -> bool:
+    """True where ``target`` can take blocks from ``source``."""
+    mine = target.version, target.kv_layout, target.block_size
+    theirs = source.version, source.kv_layout, source.block_size
+    return bool(source.is_ready and source.peer_address and target.kv_layout) and mine == theirs

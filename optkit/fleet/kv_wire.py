@@ -1,7 +1,7 @@
 """The bytes between two engines that exchange KV blocks: frames, proofs of the secret, checksums.
 
-A frame is a 4-byte big-endian length and as many bytes of msgpack. A ``Block`` is followed by the bytes of the KV and by
-the checksum of frame and KV. Decoding checks types and can build nothing else; lengths are bounded before memory is
+A frame is a 4-byte big-endian length and as many bytes of msgpack. A ``Block`` is followed by the bytes of the KV and
+by the checksum of frame and KV. Decoding checks types and can build nothing else; lengths are bounded before memory is
 taken, and far closer before the other side has shown that it knows the secret::
 
     server  Hello(nonce)
@@ -115,11 +115,12 @@ class Block(msgspec.Struct, frozen=True, tag="block"):
 
     Attributes:
         number: place among the wanted blocks.
-        before: digest of the block before; of a first block the salt.
+        before: digest of the block before; empty for a first block, which has a salt.
     """
 
     number: int
-    before: bytes | str
+    before: bytes
+    salt: str
     tokens: tuple[int, ...]
     groups: tuple[int, ...]
     num_bytes: int
@@ -178,7 +179,8 @@ class Channel:
     def send_block(self, number: int, block: BlockKV) -> None:
         """Send a block."""
         data = memoryview(block.data).cast("B")
-        header = _encoder.encode(Block(number, block.before, block.tokens, block.groups, data.nbytes))
+        before, salt = (b"", block.before) if isinstance(block.before, str) else (block.before, "")
+        header = _encoder.encode(Block(number, before, salt, block.tokens, block.groups, data.nbytes))
         frame = LENGTH.pack(len(header)) + header
         self._send_all([frame, data, CHECKSUM.pack(checksum(frame, data))])
 
@@ -204,7 +206,7 @@ class Channel:
         if CHECKSUM.unpack(expected)[0] != checksum(frame, data):
             raise CorruptTransfer("the bytes of a block have changed on their way")
         kv = np.frombuffer(data, np.uint8)
-        return message.number, BlockKV(message.before, message.tokens, message.groups, kv)
+        return message.number, BlockKV(message.before or message.salt, message.tokens, message.groups, kv)
 
     def is_closed(self) -> bool:
         """True where the other side has gone; waits for nothing."""

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, field
 import msgspec
 
 from optkit.errors import UserError
-from optkit.fleet.transfer import Pulled, TransferClient, TransferServer, parse_address
 from optkit.fleet.kv_wire import Identity, TransferError
+from optkit.fleet.transfer import Pulled, TransferClient, TransferServer, parse_address
 from optkit.runtime.baked import is_compiled, layout_entry
 from optkit.runtime.engine import Engine
 from optkit.runtime.kv.exchange import Adoption, BlockExchange, Incoming
@@ -123,7 +123,9 @@ class EnginePeers:
         return fetching is not None
 
     def take_over(self, address: str, num_bytes: int) -> None:
-        threading.Thread(target=self._take_over, args=(address, num_bytes), name="kv-adopt", daemon=True).start()
+        threading.Thread(
+            target=self._take_over, args=(address, num_bytes), name="kv-adopt", daemon=True
+        ).start()
 
     def _run(self, fetching: Fetching, hand_back: Callable[[EngineRequest], None]) -> None:
         """Fetch, and hand the request back unless it was aborted."""
@@ -196,13 +198,15 @@ class EnginePeers:
 
 
 def connect(engine: Engine, secret: bytes, setup: PeerSetup) -> EnginePeers | None:
-    """The peers of ``engine``, whose digests begin with ``secret``; None, and a line in the log, where it can have none.
+    """The peers of ``engine``, whose digests begin with ``secret``; None, and a line in the log, where there are none.
 
     Raises:
         UserError: no secret, or an address that can't be had.
     """
     if not secret:
-        raise UserError("engines exchange KV by a secret of the deployment", where="peers", fix="give a cache_secret")
+        raise UserError(
+            "engines exchange KV by a secret of the deployment", where="peers", fix="give a cache_secret"
+        )
     try:
         host, port = parse_address(setup.address)
         return EnginePeers(engine, secret, setup.version, host, port)
@@ -219,7 +223,11 @@ def layout_digest(engine: Engine) -> str:
     from optkit.artifact.prefix import computed_here
 
     runner = engine.runner
-    facts = {"windows": engine.config.kv_windows, "variants": engine.config.variant_limits, "here": computed_here()}
+    facts = {
+        "windows": engine.config.kv_windows,
+        "variants": engine.config.variant_limits,
+        "here": computed_here(),
+    }
     if isinstance(runner, ModelRunner):
         facts["layout"] = layout_entry(runner.layout, runner.block_size, runner.kv_dtype).model_dump()
         facts["compiled"] = is_compiled(runner)

@@ -69,8 +69,8 @@ class Links:
 class Placement:
     """The options with KV from a peer (``optkit.fleet.router.Alternatives``).
 
-    For each replica two peers are looked at: the one with most blocks, and the one that computes the prompt at the least
-    cost. A replica whose queue alone takes longer than another's prompt is left out. So a decision takes time in
+    For each replica two peers are looked at: the one with most blocks, and the one that computes the prompt at the
+    least cost. A replica whose queue alone takes longer than another's prompt is left out. So a decision takes time in
     proportion to the replicas.
 
     Args:
@@ -166,7 +166,9 @@ class Way:
         slower = max(0.0, self._seconds(missing) - source.prefill)
         arrival = PRIOR_SECONDS + source.seconds + slower + self._seconds(behind)
         fetch = self._fetch(source.peer.report, self.last, computes=True)
-        return self._option(arrival, fetch, self.last, source.late, ((source.peer.replica_id, source.prefill),))
+        return self._option(
+            arrival, fetch, self.last, source.late, ((source.peer.replica_id, source.prefill),)
+        )
 
     @property
     def num_known(self) -> int:
@@ -181,7 +183,7 @@ class Way:
         further: float = 0.0,
         charges: tuple[tuple[str, float], ...] = (),
     ) -> Option:
-        """The option in which the replica has ``known`` blocks after ``arrival`` seconds, at the cost of ``further``."""
+        """The option with ``known`` blocks at the replica after ``arrival`` seconds, at the cost of ``further``."""
         report = self.here.report
         left = len(self.prompt) - known * report.block_size
         prefill = prefill_seconds(report.prefill_seconds, left)

@@ -23,8 +23,8 @@ The rules of a decision:
 
 1. Replicas that drain, are not ready, have not reported for ``STALE_SECONDS`` or have another version are left out;
    a stale replica is taken where all are stale.
-2. Every replica has a predicted time to first token (``optkit.fleet.score``), and the least wins. Seconds by which running
-   streams would be later than promised count as well.
+2. Every replica has a predicted time to first token (``optkit.fleet.score``), and the least wins. Seconds by which
+   running streams would be later than promised count as well.
 3. A prompt is *cold* where no replica's cache is worth more than ``COLD_SHARE`` of the prompt over another's. Among the
    replicas within ``COLD_SHARE`` of the best, the one that got a cold prompt longest ago takes the next, so the
    caches fill evenly.

@@ -119,7 +119,7 @@ class Option:
 
 
 def local(candidate: Candidate, num_tokens: int = 0, tpot: float | None = None) -> Option:
-    """The prompt of ``num_tokens`` computed by the replica, with the blocks in its cache; ``tpot`` as in ``lateness``."""
+    """The prompt of ``num_tokens`` computed by the replica, with its cached blocks; ``tpot`` as in ``lateness``."""
     report = candidate.report
     late = lateness(report, candidate.prefill, num_tokens - candidate.hit_tokens, tpot)
     return Option(candidate, candidate.seconds, None, ((report.replica_id, candidate.prefill),), late)

@@ -21,12 +21,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from optkit.fleet.kv_wire import (
+    MAX_WANTED,
     Channel,
     CorruptTransfer,
     End,
     FromClient,
     Identity,
-    MAX_WANTED,
     Pull,
     PullRecent,
     TransferError,
@@ -74,7 +74,12 @@ class TransferServer:
     """
 
     def __init__(
-        self, exchange: BlockExchange, secret: bytes, identity: Identity, host: str = "127.0.0.1", port: int = 0
+        self,
+        exchange: BlockExchange,
+        secret: bytes,
+        identity: Identity,
+        host: str = "127.0.0.1",
+        port: int = 0,
     ) -> None:
         self._exchange, self._engine = exchange, exchange.engine
         self._secret, self._identity = secret, identity

@@ -150,7 +150,9 @@ def stream() -> bytes:
     """The bytes of three blocks and the end."""
     with channels() as (ours, theirs):
         for number in range(3):
-            theirs.send_block(number, BlockKV(b"before", tuple(range(32)), (0,), np.full(400, number, np.uint8)))
+            theirs.send_block(
+                number, BlockKV(b"before", tuple(range(32)), (0,), np.full(400, number, np.uint8))
+            )
         theirs.send(End())
         theirs.sock.shutdown(socket.SHUT_WR)
         data = bytearray()

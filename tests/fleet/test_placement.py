@@ -113,7 +113,9 @@ def test_nothing_comes_from_another_artifact_or_layout_or_a_replica_without_a_se
 
 def test_weights_are_preferences_and_zero_is_none() -> None:
     busy = candidate("a", 1900, num_running=9)
-    light, heavy = (candidate(name, 1900, queue=1.0, prefill_weight=w) for name, w in (("b", 1.0), ("c", 2.0)))
+    light, heavy = (
+        candidate(name, 1900, queue=1.0, prefill_weight=w) for name, w in (("b", 1.0), ("c", 2.0))
+    )
     late = candidate("c", 1900, queue=6.0, prefill_weight=2.0)  # no wall: a long queue outweighs a role
     none = candidate("b", 1900, queue=1.0, prefill_weight=0.0)
     made = placement(0.05, **FAST)
@@ -205,7 +207,9 @@ def test_the_best_way_costs_no_more_than_the_best_replica_alone(
 def test_a_faster_network_is_never_worse(drawn: Drawn, num_tokens: int, tpot: float | None) -> None:
     replicas = candidates(drawn, num_tokens)
     costs = [
-        options(num_tokens, replicas, placement(tpot, **{each.replica_id: speed for each in replicas}))[0].cost
+        options(num_tokens, replicas, placement(tpot, **{each.replica_id: speed for each in replicas}))[
+            0
+        ].cost
         for speed in (1e7, 1e8, 1e9)
     ]
     assert costs == sorted(costs, reverse=True)

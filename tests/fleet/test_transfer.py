@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from optkit.fleet import transfer
-from optkit.fleet.transfer import TransferClient, TransferServer, parse_address
 from optkit.fleet.kv_wire import Channel, Identity, Pull, TransferError, WantedBlock, join
+from optkit.fleet.transfer import TransferClient, TransferServer, parse_address
 from optkit.runtime.engine import Engine
 from optkit.runtime.kv.exchange import Adoption, BlockExchange, Incoming
 from tests.support.driven import SECRET, ask, driven
@@ -127,7 +127,7 @@ def test_the_source_computes_the_prompt_and_sends_each_chunk_once_published() ->
 
 def test_blocks_travel_while_the_next_chunk_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     slow, steps = fake_engine({"step_delay": 0.05, **LONG}), list[int]()
-    with driven(slow, fake_engine()) as (source, target):
+    with driven(slow, fake_engine()) as (_, target):
         accept = Incoming.accept
 
         def noting(self: Incoming, number: int, block: object) -> bool:
@@ -158,7 +158,10 @@ def test_an_engine_that_is_not_there_costs_a_hit_and_no_error(computes: bool) ->
 
 @pytest.mark.parametrize(("secret", "version"), [(b"x" * 32, "v"), (bytes(range(32)), "other")])
 def test_another_deployment_or_artifact_gives_nothing(secret: bytes, version: str) -> None:
-    with driven(fake_engine(), secret=secret, version=version) as (source,), driven(fake_engine()) as (target,):
+    with (
+        driven(fake_engine(), secret=secret, version=version) as (source,),
+        driven(fake_engine()) as (target,),
+    ):
         source.answer(ask("a", PROMPT))
         assert target.answer(ask("b", PROMPT, source.engine)) == (expected(), 0)
         assert target.engine.stats().kv_fetch_failures == 1
@@ -193,7 +196,9 @@ def test_a_stalled_source_is_left_with_the_blocks_that_came(monkeypatch: pytest.
         assert target.answer(ask("b", PROMPT, source.engine)) == (expected(), 20)
 
 
-def test_a_source_that_dies_in_the_middle_leaves_the_blocks_that_came(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_dies_in_the_middle_leaves_the_blocks_that_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     send = Channel.send_block
 
     def dying(self: Channel, number: int, block: object) -> None:

@@ -8,11 +8,11 @@ computed here, and the request behind the transfer is served as an ordinary hit.
   sender can give wrong KV, which checksums find, but no KV for a prompt with other tokens, and none of another salt.
 - **Published blocks are never written again**, and the bytes are copied while the tables stand still
   (``Engine.turn``). So a copy needs no agreement with a running step, and nothing waits for a slow peer.
-- **Leases** keep the blocks of a path from being evicted meanwhile, on both sides, as long as no request needs the room.
+- **Leases** keep the blocks of a path from being evicted meanwhile, on both sides, while no request needs the room.
 
 Each group of layers (``optkit.graph.kv_layout``) has KV of its own, and windows need the KV at the end of a prefix
-alone. Latent and quantized KV are bytes like all KV. Models with recurrent states take no part: a state is no block, and
-KV without the state at its end can't be used.
+alone. Latent and quantized KV are bytes like all KV. Models with recurrent states take no part: a state is no block,
+and KV without the state at its end can't be used.
 """
 
 from __future__ import annotations
@@ -92,7 +92,12 @@ class BlockExchange:
     def read(self, node: Node, groups: Sequence[int]) -> BlockKV | None:
         """A copy of the KV of ``node`` in ``groups``; None where a group has none. The caller has the turn."""
         rows = [self._row(node.kv[group]) for group in groups]
-        parts = [row[part] for row, g in zip(rows, groups, strict=True) if row is not None for part in self._slices[g]]
+        parts = [
+            row[part]
+            for row, g in zip(rows, groups, strict=True)
+            if row is not None
+            for part in self._slices[g]
+        ]
         if any(row is None for row in rows):
             return None
         before = node.parent.digest if isinstance(node.parent, Node) else node.parent
@@ -136,8 +141,7 @@ class BlockExchange:
             node = self._node(parent, digest, tokens)
             if node is None or self._missing(node, block.groups) != missing:  # the eviction changed the tree
                 return None
-            for group, number in zip(missing, table, strict=True):
-            X
+            kv.fill(node, dict(zip(missing, table, strict=True)))
             holder.hold(table)
             return node
         finally:
@@ -269,7 +273,7 @@ class Incoming:
             missing = tuple(g for g in needed if node is None or not node.kv[g].is_kept)
             if node is not None:
                 self._holder.hold([block for g in needed if (block := node.kv[g].block) is not None])
-            if missing:
+            if missing or node is None:  # before all windows a node without KV
                 self._places.append(index)
                 wanted.append(Wanted(digest, missing))
         self.wanted = tuple(wanted)
@@ -301,7 +305,10 @@ class Incoming:
 
     def close(self) -> None:
         """End the lease; the blocks stay cached, as the most recently used."""
-        self._holder.close()
+        with self._exchange.engine.turn:
+            self._holder.close()
+            if self._path:
+                self._exchange.kv.wither(self._path[-1])
 
     def _parent(self) -> Node | str:
         return self._path[-1] if self._path else self._salt
@@ -328,7 +335,9 @@ class Adoption:
             raise ValueError("a block that can't be adopted")
         with exchange.engine.turn:
             self._holder.renew()
-            parent: Node | str | None = block.before if isinstance(block.before, str) else cache.get(block.before)
+            parent: Node | str | None = (
+                block.before if isinstance(block.before, str) else cache.get(block.before)
+            )
             if parent is None:
                 return False
             if isinstance(parent, Node):

@@ -461,14 +461,14 @@ class KVManager:
             loser = self.host_blocks.take(kv)
             if loser is not None:
                 self._note(loser.node)
-                self._wither(loser.node)
+                self.wither(loser.node)
             assert kv.host_block is not None
             self._transfers.append(Transfer(block, kv.host_block, save=True))
             self.num_saves += 1
         self._note(kv.node)
-        self._wither(kv.node)
+        self.wither(kv.node)
 
-    def _wither(self, node: Node) -> None:
+    def wither(self, node: Node) -> None:
         """Take ``node`` out of the tree if no group has the KV and no node follows; then the parents likewise."""
         while self.cache is not None and node in self.cache and not any(kv.is_kept for kv in node.kv):
             self.states.drop(node)

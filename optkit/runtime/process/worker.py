@@ -35,7 +35,6 @@ import msgspec
 
 from optkit.errors import UserError
 from optkit.machine import logs
-from optkit.recipe.engine_options import EngineOptions
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.process import ipc
 from optkit.runtime.process.profiler import WHILE_WRITING_SECONDS, EngineProfiler
@@ -70,7 +69,9 @@ class Worker:
         self._outputs: list[TokenOutput] = []  # answers without a step: refusals, aborts
         self._inbox: deque[ipc.ToWorker] = deque()  # messages that were read and are not handled yet
         self._aborted: set[str] = set()  # requests with an ``Abort`` in the inbox
-        self._fetched: deque[EngineRequest] = deque()  # requests back from a fetch, put there by other threads
+        self._fetched: deque[EngineRequest] = (
+            deque()
+        )  # requests back from a fetch, put there by other threads
         self._waker, self._sleeper = socket.socketpair()
         self._waker.setblocking(False)
         self._last_sent, self._stats_sent = time.monotonic(), 0.0
