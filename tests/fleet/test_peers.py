@@ -58,11 +58,11 @@ def with_processes(
     async def run() -> None:
         clients = [client(o) for o in (source_options, {})]
         try:
-            await asyncio.gather(*(client.start() for client in clients))
+            await asyncio.gather(*(each.start() for each in clients))
             await serve(*clients)
         finally:
-            for client in clients:
-                await client.stop()
+            for each in clients:
+                await each.stop()
 
     asyncio.run(run())
 
@@ -182,7 +182,7 @@ def test_a_real_model_answers_as_transformers_with_the_prompt_computed_elsewhere
             prompt = ids[start : start + 300]
             if not computes:
                 source.answer(ask("before", prompt, max_tokens=1))
-            tokens, cached = target.answer(ask("r", prompt, source.engine, computes=computes, max_tokens=16))
+            tokens, cached = target.answer(ask(f"r{start}", prompt, source.engine, computes=computes, max_tokens=16))
             wanted = reference.generate(
                 torch.tensor([prompt]), max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0
             )[0, len(prompt) :]
