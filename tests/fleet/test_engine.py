@@ -140,6 +140,7 @@ async def test_a_draining_replica_finishes_and_gets_nothing_new() -> None:
 @on_loop
 async def test_a_silent_replica_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("optkit.fleet.engine.SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr("optkit.fleet.router.STALE_SECONDS", 0.2)
     monkeypatch.setattr("optkit.fleet.engine.REPORT_SECONDS", 0.01)
     mute, good = engines(2)
     silent = local(mute, "0")
