@@ -86,6 +86,13 @@ def serve_fleet(
         return runner.run(_FleetServer(artifact, config, options, sock, announce).run())
 
 
+def set_environment() -> None:
+    """Set Ray's environment variables where the user has not. Ray reads them on import."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
 class LocalRay:
     """A Ray cluster of this machine alone, with Serve and the replicas of ``config``."""
 
@@ -98,9 +105,7 @@ class LocalRay:
         Raises:
             UserError: Ray does not start.
         """
-        for name, value in ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        set_environment()
         import ray
         from ray import serve
 
