@@ -132,7 +132,9 @@ def deploy(
     response_cache: Annotated[
         str,
         typer.Option(
-            rich_help_panel=ACCESS, metavar="SIZE", help="Memory of each server for whole answers, such as 256MiB."
+            rich_help_panel=ACCESS,
+            metavar="SIZE",
+            help="Memory of each server for whole answers, such as 256MiB.",
         ),
     ] = "0",
     image: Annotated[
@@ -213,7 +215,9 @@ def deploy(
     if timeout:
         cluster.wait(name, timeout)
     state = "runs" if timeout else "is being started"
-    console.stdout.print(f"{name} {state} on {cluster.address}: {replicas} replicas of {opened.name}, port {port}")
+    console.stdout.print(
+        f"{name} {state} on {cluster.address}: {replicas} replicas of {opened.name}, port {port}"
+    )
 
 
 def readable(dumper: Any) -> Any:

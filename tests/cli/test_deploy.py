@@ -63,14 +63,15 @@ def test_deploy_sends_the_config_and_waits(
             calls.append((name, timeout))
 
     monkeypatch.setattr(cluster, "Cluster", Recorded)
-    assert run(["deploy", str(artifact), "--address", "http://head:8265", "--name", "chat", "--timeout", "5"]) == 0
+    assert (
+        run(["deploy", str(artifact), "--address", "http://head:8265", "--name", "chat", "--timeout", "5"])
+        == 0
+    )
     assert calls == [("http://head:8265", "very-secret"), "chat", ("chat", 5.0)]
     assert "chat runs on http://head:8265" in capsys.readouterr().out
 
 
-def test_refusals_are_one_line(
-    artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refusals_are_one_line(artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["deploy", str(artifact), "--address", "http://127.0.0.1:9"]) == 2
     assert "no Ray cluster answers here" in capsys.readouterr().err
     assert run(["deploy", str(tmp_path / "nowhere")]) == 2
