@@ -49,9 +49,7 @@ def test_mock_engine_gives_other_answers_when_the_model_is_another() -> None:
 
 def test_seeded_answers_differ_by_seed_and_repeat_by_prompt() -> None:
     def answer(seed: int) -> list[list[int]]:
-        return mock_engine(FAST).generate(
-            [[40, 41]], SamplingParams(max_tokens=16, temperature=1.0, seed=seed)
-        )
+        return mock_engine(FAST).generate([[40, 41]], SamplingParams(max_tokens=16, temperature=1.0, seed=seed))
 
     assert answer(1) == answer(1) != answer(2)
 
@@ -90,9 +88,7 @@ def test_factory_serves_the_same_answers_from_a_process() -> None:
         client = EngineClient('{"step_seconds": 0.01}', factory=MOCK_FACTORY)
         await client.start()
         try:
-            request = EngineRequest(
-                request_id="a", prompt_ids=(40, 41, 42), sampling=GREEDY, arrival=time.monotonic()
-            )
+            request = EngineRequest(request_id="a", prompt_ids=(40, 41, 42), sampling=GREEDY, arrival=time.monotonic())
             start = time.monotonic()
             outputs = [output async for output in client.generate(request)]
             seconds = time.monotonic() - start
