@@ -3,11 +3,11 @@
     python -m bench.fleet overhead one --artifact artifact/       # TTFT + 10 ms, TPOT + 0.8 ms at p50
     python -m bench.fleet overhead many                           # goodput >= 0.95 of the mocks alone
 
-``one`` starts ``optkit serve`` with and without ``--replicas 1``, each with the same threads, and sends requests to both in
-turns, each prompt new to both. ``many`` has 16 clients over 4 mock replicas that take 10 ms a token. *Alone* are the
-same engine processes and clients without Ray and HTTP. A request counts when its tokens came at most 1.2 x 10 ms apart in
-the mean and the first at most 150 ms after the request; goodput is the tokens of such requests a second. Needs an
-environment with Ray (``make fleet`` makes ``.fleet``).
+``one`` starts ``optkit serve`` with and without ``--replicas 1``, each with the same threads, and sends requests to
+both in turns, with new prompts. ``many`` has 16 clients over 4 mock replicas that take 10 ms a token. *Alone* are the
+same engine processes and clients without Ray and HTTP. A request counts when its tokens came at most 1.2 x 10 ms apart
+in the mean and the first at most 150 ms after the request; goodput is the tokens of counted requests a second. Needs
+an environment with Ray (``make fleet`` makes ``.fleet``).
 """
 
 from __future__ import annotations

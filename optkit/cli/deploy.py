@@ -31,8 +31,8 @@ def deploy(
     address: Annotated[
         str | None,
         typer.Option(
-            help="URL of the cluster's Ray dashboard. Default: RAY_DASHBOARD_ADDRESS, or http://127.0.0.1:8265. The token "
-            "of a cluster with token authentication comes from RAY_AUTH_TOKEN or ~/.ray/auth_token."
+            help="URL of the cluster's Ray dashboard. Default: RAY_DASHBOARD_ADDRESS, or http://127.0.0.1:8265. The "
+            "token of a cluster with token authentication comes from RAY_AUTH_TOKEN or ~/.ray/auth_token."
         ),
     ] = None,
     print_format: Annotated[
@@ -103,8 +103,8 @@ def deploy(
         str | None,
         typer.Option(
             rich_help_panel=ACCESS,
-            help="File with the keys of clients on the nodes, a key per line. Default: OPTKIT_API_KEY in the environment "
-            "of the nodes' Ray. Keys are never part of a config.",
+            help="File with the keys of clients on the nodes, a key per line. Default: OPTKIT_API_KEY in the "
+            "environment of the nodes' Ray. Keys are never part of a config.",
         ),
     ] = None,
     max_queue: Annotated[
@@ -116,8 +116,8 @@ def deploy(
         typer.Option(
             min=0,
             rich_help_panel=ACCESS,
-            help="Longest time from a request's arrival to its last token, in seconds; also the time that running answers "
-            "have when a replica leaves. 0: no limit.",
+            help="Longest time from a request's arrival to its last token, in seconds; also the time that running "
+            "answers have when a replica leaves. 0: no limit.",
         ),
     ] = 600.0,
     allowed_origins: Annotated[
@@ -145,8 +145,8 @@ def deploy(
         str,
         typer.Option(
             rich_help_panel=KUBERNETES,
-            help="PersistentVolumeClaim with the artifact, mounted read-only at /artifacts; without it the image has the "
-            "artifact at --path-on-nodes.",
+            help="PersistentVolumeClaim with the artifact, mounted read-only at /artifacts; without it the image has "
+            "the artifact at --path-on-nodes.",
         ),
     ] = "",
     secret: Annotated[

@@ -1,7 +1,7 @@
 """A thread for blocking calls that lives as long as the process.
 
-Processes that Ray starts end with the *thread* that started them (``PR_SET_PDEATHSIG``), so a thread of a pool, which may
-end, is no place for the calls.
+Processes that Ray starts end with the *thread* that started them (``PR_SET_PDEATHSIG``), so a thread of a pool, which
+may end, is no place for the calls.
 """
 
 from __future__ import annotations

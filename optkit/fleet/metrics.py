@@ -15,7 +15,7 @@ STATES = ("ready", "draining", "restarting", "lost")
 
 
 class FleetMetrics(Collector):
-    """Collects from ``engine`` at scrape time. Replicas are labelled by their ids, of which a scrape has the present."""
+    """Collects from ``engine`` at scrape time. Labels are the ids of the present replicas."""
 
     def __init__(self, engine: FleetEngine) -> None:
         self._engine = engine
