@@ -1,7 +1,7 @@
 """KV events in vLLM's format, for routers outside of optkit (llm-d, AIBrix, Dynamo).
 
-A message is msgpack: an array of the time, the events and the rank; an event is a map with its ``type``, as vLLM sends
-since version 0.23 (before, events were arrays, too). ``BlockStored`` names blocks a prompt can take over from now on,
+A message is msgpack: an array of the time, the events and the rank; an event is a map with its ``type``, as vLLM
+0.26 sends (before mid-2026 events were arrays, too). ``BlockStored`` names blocks a prompt can take over from now on,
 ``BlockRemoved`` those it cannot any more, as ``optkit.runtime.kv.changes`` defines. Hashes are the first 8 bytes of the
 digests: opaque numbers, as a receiver makes its own keys from the tokens.
 """

@@ -6,11 +6,19 @@ import pytest
 
 from optkit.runtime.report import PREFILL_TOKENS, Mark
 from optkit.runtime.scheduling.reporting import report
-from tests.support.schedulers import add, advance, make
+from optkit.runtime.scheduling.scheduler import Scheduler
+from tests.support import schedulers
+from tests.support.schedulers import add, advance
+
+
+def make(num_blocks: int = 400) -> Scheduler:
+    return schedulers.make(
+        num_blocks=num_blocks, max_model_len=512, max_num_batched_tokens=512, enable_prefix_caching=True
+    )
 
 
 def test_an_idle_scheduler_has_no_queue_and_predicts_prefills() -> None:
-    scheduler = make(num_blocks=20, block_size=4)
+    scheduler = make(20)
     found = report(scheduler, Mark(), block_bytes=7)
     assert (found.queue_seconds, found.num_running, found.num_waiting, found.waiting_tokens) == (0.0, 0, 0, 0)
     assert (found.kv_blocks_total, found.block_size, found.block_bytes) == (20, 4, 7)
@@ -21,7 +29,7 @@ def test_an_idle_scheduler_has_no_queue_and_predicts_prefills() -> None:
 
 
 def test_the_queue_is_the_prefill_of_the_prompts_ahead() -> None:
-    scheduler = make(num_blocks=400, block_size=4, max_num_seqs=4)
+    scheduler = make()
     for number in range(3):
         add(scheduler, f"r{number}", 100 + number, 1)
     found = report(scheduler, Mark())
@@ -34,7 +42,7 @@ def test_the_queue_is_the_prefill_of_the_prompts_ahead() -> None:
 
 
 def test_cached_tokens_of_waiting_prompts_are_no_queue() -> None:
-    scheduler = make(num_blocks=400, block_size=4, max_num_seqs=4)
+    scheduler = make()
     add(scheduler, "first", 101, 1)
     while scheduler.has_work:
         advance(scheduler)
@@ -44,7 +52,7 @@ def test_cached_tokens_of_waiting_prompts_are_no_queue() -> None:
 
 def test_a_long_queue_costs_no_more_to_report() -> None:
     """Beyond the first requests the number at arrival stands in for a look at the cache."""
-    scheduler = make(num_blocks=4000, block_size=4, max_num_seqs=4)
+    scheduler = make()
     for number in range(60):
         add(scheduler, f"r{number}", 100, 1)
     looked = []
@@ -55,7 +63,7 @@ def test_a_long_queue_costs_no_more_to_report() -> None:
 
 
 def test_changes_follow_the_mark() -> None:
-    scheduler = make(num_blocks=40, block_size=4)
+    scheduler = make()
     add(scheduler, "r", 13, 1)
     while scheduler.has_work:
         advance(scheduler)
