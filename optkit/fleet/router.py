@@ -102,7 +102,9 @@ class Decision:
     expected_until: float = 0.0
 
     def __str__(self) -> str:
-        other = f"next {self.runner_up[0]} {self.runner_up[1]:.3f} s" if self.runner_up else "no other replica"
+        other = (
+            f"next {self.runner_up[0]} {self.runner_up[1]:.3f} s" if self.runner_up else "no other replica"
+        )
         fetched = f", {len(self.fetch.digests)} blocks from {self.fetch.source}" if self.fetch else ""
         return (
             f"{self.request_id} to {self.replica_id}: predicted {self.predicted:.3f} s (queue {self.queue:.3f}, "

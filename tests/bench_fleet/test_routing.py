@@ -55,7 +55,9 @@ def test_requests_of_a_trace_share_what_their_hashes_share() -> None:
     rows = [TraceRow(10.0, 1024, 64, (7, 8)), TraceRow(12.0, 1200, 64, (7, 9, 10)), TraceRow(13.0, 600, 640)]
     first, second, third = routing.requests(rows, 1 / 32, 1 / 64, stretch=2.0)
     assert [len(r.prompt_ids) for r in (first, second, third)] == [32, 38, 19]
-    assert first.prompt_ids[:16] == second.prompt_ids[:16] and first.prompt_ids[16:] != second.prompt_ids[16:32]
+    assert (
+        first.prompt_ids[:16] == second.prompt_ids[:16] and first.prompt_ids[16:] != second.prompt_ids[16:32]
+    )
     assert not set(third.prompt_ids) & set(first.prompt_ids + second.prompt_ids)
     assert [r.arrival for r in (first, second, third)] == [0.0, 4.0, 6.0]
     assert [r.output_len for r in (first, second, third)] == [1, 1, 10]

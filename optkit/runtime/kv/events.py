@@ -20,7 +20,10 @@ from optkit.runtime.kv.prefix_cache import Node
 
 OPTION = "--kv-events-config"
 HASH_BYTES = 8
-MEDIUM, KIND = "GPU", "full_attention"  # vLLM's names for the pool, on any device, and for layers without a window
+MEDIUM, KIND = (
+    "GPU",
+    "full_attention",
+)  # vLLM's names for the pool, on any device, and for layers without a window
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -103,7 +103,9 @@ class Publisher:
                 if self._lost.is_set():
                     self._lost.clear()
                     self._number += 1
-                    logger.warning("KV events were lost: the queue of %d was full", self._config.max_queue_size)
+                    logger.warning(
+                        "KV events were lost: the queue of %d was full", self._config.max_queue_size
+                    )
                 if changes:
                     self._send(EventBatch(time.time(), events_of(changes)))
             except Exception:

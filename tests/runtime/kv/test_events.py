@@ -16,7 +16,7 @@ from optkit.runtime.kv.events import (
 )
 from optkit.runtime.kv.prefix_cache import COMMON_SALT, Node
 
-FIRST = Node(bytes([218, 183, 205, 79, 206, 94, 32, 0]) + bytes(24), "", (1, 2))
+FIRST = Node((15760518052499183552).to_bytes(8, "big") + bytes(24), "", (1, 2))
 SECOND = Node(b"\1" * 32, FIRST, (3, 4))
 THIRD = Node(b"\2" * 32, SECOND, (5, 6))
 OTHER = Node(b"\3" * 32, "tenant", (7, 8))
@@ -35,7 +35,7 @@ def test_a_stored_block_has_the_fields_of_vllm() -> None:
     (event,) = on_the_wire((FIRST, True))
     assert event == {
         "type": "BlockStored",
-        "block_hashes": [15760518052499202048],
+        "block_hashes": [15760518052499183552],
         "parent_block_hash": None,
         "token_ids": [1, 2],
         "block_size": 2,

@@ -32,7 +32,9 @@ def test_nothing_is_published_unless_asked_for() -> None:
     assert engine.scheduler.kv.log.listener is None
 
 
-@pytest.mark.parametrize("options", [{"enable_prefix_caching": False}, {"num_state_slots": 2, "max_num_seqs": 2}])
+@pytest.mark.parametrize(
+    "options", [{"enable_prefix_caching": False}, {"num_state_slots": 2, "max_num_seqs": 2}]
+)
 def test_engines_without_such_events_refuse(options: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="KV events"):
         publish(fake_engine(options=options), config(tmp_path))
