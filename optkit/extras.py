@@ -20,6 +20,7 @@ EXTRAS = (
     "structured",
     "otel",
     "kv-events",
+    "fleet",
 )  # the extras for users; further extras are for development
 
 

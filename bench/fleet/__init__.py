@@ -1,1 +1,1 @@
-"""Measurements of a fleet: each module is a figure, run as ``python -m bench.fleet NAME``."""
+"""Figures of a fleet, each by a module of its own: ``python -m bench.fleet NAME``."""

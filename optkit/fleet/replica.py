@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from optkit.runtime.report import BlockChanges, EngineReport, Mark
-from optkit.runtime.types import EngineRequest, TokenOutput
+from optkit.runtime.types import EngineRequest, EngineStats, TokenOutput
 
 __all__ = [
     "BlockChanges",
@@ -48,6 +48,9 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
         prefill_weight: 1: any work; above 1: preferred for prompts of other replicas; 0: none of other replicas.
         holds_ends: as in ``EngineReport``.
         changes: of the published blocks after the asked mark.
+        stats: gauges and counters of the engine.
+        num_restarts: engines of the replica started after the first.
+        is_restarting: the engine is gone, and a new engine is being started.
     """
 
     replica_id: str
@@ -70,6 +73,9 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     prefill_weight: float = 1.0
     holds_ends: bool = False
     changes: BlockChanges | None = None
+    stats: EngineStats = EngineStats()
+    num_restarts: int = 0
+    is_restarting: bool = False
 
 
 def replica_report(engine: EngineReport, replica_id: str, version: str, **facts: Any) -> ReplicaReport:
@@ -113,11 +119,12 @@ class ReplicaGone(Exception):
 
     Attributes:
         was_begun: the engine had begun to compute the request, so the request may be the cause.
+        replica_id: of the replica; empty: no replica was there to ask.
     """
 
-    def __init__(self, reason: str, *, was_begun: bool) -> None:
+    def __init__(self, reason: str, *, was_begun: bool, replica_id: str = "") -> None:
         super().__init__(reason)
-        self.was_begun = was_begun
+        self.was_begun, self.replica_id = was_begun, replica_id
 
 
 class Replica(Protocol):

@@ -110,6 +110,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
         priority: a smaller value is served earlier; ignored by ``fcfs``.
         cache_salt: requests of different salts share no KV.
         prefill: for a request that computes the KV of its prompt and generates nothing.
+        continued: the last tokens of ``prompt_ids`` that are no prompt, but the beginning of the answer, from an
+            engine that died. The answer goes on as if undisturbed: numbers drawn by a seed, penalties, ``min_tokens``,
+            ``max_tokens``, bad words and the constraint count the tokens. Outputs have the following tokens alone.
     """
 
     request_id: str
@@ -119,6 +122,12 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     priority: int = 0
     cache_salt: str = ""
     prefill: Prefill | None = None
+    continued: int = 0
+
+    @property
+    def num_prompt(self) -> int:
+        """The number of tokens of the prompt."""
+        return len(self.prompt_ids) - self.continued
 
     @property
     def reads_prefix_cache(self) -> bool:
@@ -176,6 +185,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
         retry_after: seconds after which a request refused for lack of time may come again.
         first: with the first token, or with an end without a token.
         num_preemptions: of the request so far.
+        num_migrations: of the request so far, from a replica that died to another (``optkit.fleet.failover``).
         num_prefilled: tokens with cached KV, at the end of a request without an answer.
     """
 
@@ -190,6 +200,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     stop_token: int | None = None
     num_preemptions: int = 0
     num_prefilled: int = 0
+    num_migrations: int = 0
 
     @property
     def generated_ids(self) -> tuple[int, ...]:
@@ -359,11 +370,11 @@ class Request:
 
     @property
     def num_prompt(self) -> int:
-        return len(self.received.prompt_ids)
+        return self.received.num_prompt
 
     @property
     def num_output(self) -> int:
-        return len(self.token_ids) - len(self.received.prompt_ids)
+        return len(self.token_ids) - self.num_prompt
 
     @property
     def num_pending(self) -> int:

@@ -15,7 +15,8 @@ from optkit.bench.workload import BenchRequest
 from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.scheduling.scheduler import Scheduler
 from optkit.runtime.types import Batch, EngineRequest, FirstToken, SamplingParams, TokenOutput
-from optkit.simulation.simulator import TOKEN, Costs, taught
+from optkit.simulation.simulator import TOKEN, Costs
+from optkit.simulation.step_costs import taught_cost_model
 
 
 class SimulatedReplica:
@@ -30,7 +31,7 @@ class SimulatedReplica:
         self, config: SchedulerConfig, costs: Costs, clock: Callable[[], float], secret: bytes
     ) -> None:
         self.costs = costs
-        self.scheduler = Scheduler(config, clock, taught(costs))
+        self.scheduler = Scheduler(config, clock, taught_cost_model(costs.alone))
         self.scheduler.kv.rekey(secret)
         self.num_given = self.num_open = 0
         self._batch: Batch | None = None

@@ -43,7 +43,7 @@ ENGINE_STOPPED = "the engine was stopped"
 
 
 class Casualty(NamedTuple):
-    """A request begun by the engine before the engine's death, and the number of tokens so far."""
+    """A request begun by the engine before the engine's death, and the number of tokens of the answer so far."""
 
     request: EngineRequest
     num_tokens: int
@@ -339,7 +339,8 @@ class EngineClient:
         if not self._stopping and self._process is not None:
             logger.error("the engine process died; %d requests failed", len(self._streams))
             self._process.kill()  # a worker that broke the protocol still runs
-            self.on_death([Casualty(s.request, s.num_tokens) for s in self._streams.values() if s.is_begun])
+            begun = [stream for stream in self._streams.values() if stream.is_begun]
+            self.on_death([Casualty(s.request, s.request.continued + s.num_tokens) for s in begun])
         for name, stream in self._streams.items():
             stream.put(self._death(name))
         reason = ENGINE_STOPPED if self._stopping else ENGINE_DIED

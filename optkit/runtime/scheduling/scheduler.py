@@ -140,7 +140,7 @@ class Scheduler:
             EngineOverload: the first token would come after the deadline, and ``enforce_ttft_slo`` is set.
         """
         background = received.prefill is not None
-        reason = self.config.refusal(len(received.prompt_ids), received.sampling.max_tokens + background)
+        reason = self._refusal(received)
         if received.request_id in self._requests:
             reason = f"a request with the id {received.request_id!r} is being served"
         if reason:
@@ -153,11 +153,21 @@ class Scheduler:
         work = request.num_uncached = request.num_pending - self.kv.cached_tokens(request)
         rank = NEVER if background else self.policy.rank(received, work)
         request.rank = (rank, self._num_added)
-        if self.config.enforce_ttft_slo and not background:
+        if self.config.enforce_ttft_slo and not background and not received.continued:
             self._refuse_late(request, work)
         self._num_added += 1
         self._requests[received.request_id] = request
         bisect.insort(self.waiting, request, key=_rank)
+
+    def _refusal(self, received: EngineRequest) -> str | None:
+        """The reason why a request can never be served, or None."""
+        most = received.sampling.max_tokens + (received.prefill is not None)
+        if reason := self.config.refusal(received.num_prompt, most):
+            return reason
+        end = self.config.final_length(received.num_prompt, most)
+        if not received.num_prompt <= len(received.prompt_ids) < end:
+            return f"after {received.continued} tokens an answer of {most} tokens has no token left"
+        return None
 
     def abort(self, request_id: str) -> TokenOutput | None:
         """Drop a request and free the KV; None for an unknown request."""
@@ -275,12 +285,16 @@ class Scheduler:
             self.announce(begun)
 
     def _give_up(self) -> None:
-        """End the requests waiting for their first step longer than ``queue_timeout``."""
+        """End the requests waiting for their first step longer than ``queue_timeout``.
+
+        The client of a continued answer already reads, so such a request waits for as long as it takes.
+        """
         if not self.config.queue_timeout:
             return
         oldest = self.step_start - self.config.queue_timeout
         for request in list(self.waiting):
-            if request.times.started is None and request.received.arrival < oldest:
+            is_new = request.times.started is None and not request.received.continued
+            if is_new and request.received.arrival < oldest:
                 self._lost.append(self._finish(request, FinishReason.ERROR, error=QUEUE_TIMEOUT))
 
     def _is_here(self, request: Request) -> bool:
@@ -414,7 +428,7 @@ class Scheduler:
         if request.times.started is None:
             request.times.started = self.step_start
             self._begun.append(request.request_id)
-            request.times.cached_tokens = request.num_computed
+            request.times.cached_tokens = min(request.num_computed, request.num_prompt)
             self.kv.count(request)
         return True
 
