@@ -140,6 +140,7 @@ class MockReplica:
             kv_blocks_used=stats.kv_blocks_used,
             kv_blocks_total=stats.kv_blocks_total,
             block_size=engine.config.block_size,
+            stats=stats,
         )
 
     async def drain(self) -> None:
