@@ -91,6 +91,11 @@ class MockReplica:
         if was_alive and self.on_death is not None:
             self.on_death(self)
 
+    async def stop(self) -> None:
+        """End the replica."""
+        self.on_death = None
+        self.kill()
+
     async def generate(self, work: Work) -> AsyncGenerator[TokenOutput, None]:
         request = work.request
         name, engine = request.request_id, self._engine

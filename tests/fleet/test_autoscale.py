@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.fleet.mock_fleet import MockFleet
+from bench.fleet.local_fleet import MockFleet
 from optkit.fleet.autoscale import (
     AutoscaleConfig,
     Meter,

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from bench.fleet.mock_fleet import MockFleet
+from bench.fleet.local_fleet import MockFleet
 from optkit.fleet.failover import Failover, Placed, Wanted
 from optkit.fleet.mock import MockModel, mock_engine
 from optkit.fleet.replica import ReplicaGone, Work

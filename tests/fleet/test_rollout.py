@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.fleet.mock_fleet import MockControl, MockFleet
+from bench.fleet.local_fleet import LocalControl, MockFleet
 from optkit.fleet.mock import MockModel
 from optkit.fleet.rollout import (
     Add,
@@ -189,7 +189,9 @@ async def update_under_load(verdict: Verdict, requests: int, rate: float) -> dic
         return verdict
 
     clock = asyncio.get_running_loop().time
-    control = MockControl(fleet, {"old": OLD, "new": NEW}, passes, judged)
+    models = {"old": OLD, "new": NEW}
+    split = VersionSplit("old", "new")
+    control = LocalControl(fleet, split, lambda version: fleet.add(models[version], version), passes, judged)
     rollout, dice = Rollout("old", "new", 3, clock=clock), random.Random(1)
     firsts: dict[int, tuple[float, float]] = {}
 
