@@ -49,7 +49,7 @@ class Ledger:
     """Suspects, probations and blocks. ``name`` is a request's fingerprint, the same for a repeated request."""
 
     def __init__(self) -> None:
-        self._suspects = Remembered[int]()  # fingerprint -> tokens of the answer at the death
+        self._suspects = Remembered[tuple[int, float]]()  # fingerprint -> tokens at the death, end of the suspicion
         self._blocked = Remembered[float]()  # fingerprint -> end of the block
         self._probations: dict[str, tuple[str, bytes]] = {}  # replica -> request on probation
         self._deaths: dict[str, _Death] = {}  # replica -> a death of the last second
@@ -71,11 +71,14 @@ class Ledger:
         return frozenset(self._resting)
 
     def is_blocked(self, name: bytes, now: float) -> bool:
-        end = self._blocked.get(name)
-        if end is not None and end <= now:
-            del self._blocked[name]
-            end = None
-        return end is not None
+        return name in self._blocked and self._blocked[name] > now
+
+    def forget(self, now: float) -> None:
+        """Drop expired blocks and suspicions; the oldest come first."""
+        while self._blocked and next(iter(self._blocked.values())) <= now:
+            del self._blocked[next(iter(self._blocked))]
+        while self._suspects and next(iter(self._suspects.values()))[1] <= now:
+            del self._suspects[next(iter(self._suspects))]
 
     def is_suspect(self, name: bytes) -> bool:
         return name in self._suspects
@@ -100,7 +103,7 @@ class Ledger:
         if not self._is_on_probation(replica, request_id):
             return False
         name = self._probations[replica][1]
-        if not is_over and num_tokens <= self._suspects.get(name, 0):
+        if not is_over and num_tokens <= self._suspects.get(name, (0, 0.0))[0]:
             return False
         self._suspects.pop(name, None)
         del self._probations[replica]
@@ -123,7 +126,8 @@ class Ledger:
         if death.suspect == request_id:
             self.block(name, now)
             return Verdict.GUILTY
-        self._suspects.remember(name, max(num_tokens, self._suspects.get(name, 0)))
+        known, _ = self._suspects.get(name, (0, 0.0))
+        self._suspects.remember(name, (max(num_tokens, known), now + BLOCK_SECONDS))
         return Verdict.UNLUCKY if num_deaths + self.is_unexplained(replica) >= MOST_DEATHS else Verdict.MOVE
 
     def rest(self, replica: str, now: float) -> None:

@@ -167,6 +167,7 @@ class Failover:
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
         """Outputs until an output has a ``finish_reason``. Closing or cancelling the generator aborts the request."""
         stream = _Stream(request)
+        self.ledger.forget(self._clock())
         while True:
             if not self.ledger.is_empty and self.ledger.is_blocked(stream.name, self._clock()):
                 yield refusal(request)

@@ -74,5 +74,9 @@ def test_blocks_and_rests_end_when_their_time_has_passed() -> None:
     ledger.block(A, 1.0)
     ledger.rest("r1", 1.0)
     assert ledger.resting(1.0) == {"r1"} and not ledger.resting(1.0 + REST_SECONDS)
+    ledger.died("r1", "b", B, 5, 0, now=2.0)
     assert ledger.is_blocked(A, BLOCK_SECONDS) and not ledger.is_blocked(A, 1.0 + BLOCK_SECONDS)
+    ledger.forget(1.0 + BLOCK_SECONDS)
+    assert not ledger.is_empty and ledger.is_suspect(B)
+    ledger.forget(2.0 + BLOCK_SECONDS)
     assert ledger.is_empty

@@ -38,7 +38,8 @@ def test_mock_engine_gives_another_answer_when_a_cached_token_is_damaged() -> No
     engine = mock_engine(FAST, EngineOptions(block_size=4))
     prompt = list(range(40, 60))
     (right,) = engine.generate([prompt], GREEDY)
-    engine.runner.write_block(0, engine.runner.read_block(0) ^ np.uint8(1))
+    for block in range(FAST.num_blocks):
+        engine.runner.write_block(block, engine.runner.read_block(block) ^ np.uint8(1))
     assert engine.generate([prompt], GREEDY) != [right]
 
 
