@@ -223,3 +223,16 @@ def test_a_continued_request_is_not_given_up_when_the_queue_timeout_has_passed()
     (new,) = engine.step()
     assert new.error is not None
     assert answers(engine, [continued(asked, [1])])[0].reason is FinishReason.LENGTH
+
+
+def test_a_continued_request_goes_before_waiting_prompts() -> None:
+    engine = fake_engine(options={"max_num_seqs": 1})
+    params = SamplingParams(max_tokens=6, temperature=0.0)
+    for name in ("running", "waiting"):
+        engine.add_request(request(name, range(10, 17), params))
+    engine.step()
+    engine.add_request(continued(request("continued", range(20, 27), params), [1]))
+    order = []
+    while engine.has_work:
+        order += [output.request_id for output in engine.step() if output.finish_reason]
+    assert order.index("continued") < order.index("waiting")
