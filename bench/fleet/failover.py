@@ -138,7 +138,8 @@ async def kills(fleet: ProcessFleet, args: argparse.Namespace, dice: random.Rand
                 lost += 1
                 pauses.append(got.pause)
                 excess.append(got.pause - await recompute(fleet, single, got))
-        print(f"kill {number + 1}: {len(pauses)} pauses, {errors} errors, {differ} differ, back in {back[-1]:.1f} s", file=sys.stderr)
+        line = f"{len(pauses)} pauses, {errors} errors, {differ} differ, back in {back[-1]:.1f} s"
+        print(f"kill {number + 1}: {line}", file=sys.stderr)
     return {
         "kills": float(len(back)),
         "streams that lost their engine": float(lost),

@@ -101,7 +101,7 @@ class MockModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return ids[len(prompt) :]
 
     def likely_after(self, ids: np.ndarray) -> np.ndarray:
-        """The tokens [``NUM_LIKELY``] that may follow ``ids`` [n] int64, the most likely first; repeats are possible."""
+        """The tokens [``NUM_LIKELY``] that may follow ``ids`` [n] int64, the most likely first; some may repeat."""
         seed = zlib.crc32(ids.tobytes(), self.answers)
         mixed = np.arange(1, NUM_LIKELY + 1, dtype=np.uint64) * np.uint64(GOLDEN) + np.uint64(seed)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(MIX)  # splitmix64, which wraps around
