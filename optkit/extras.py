@@ -19,6 +19,7 @@ EXTRAS = (
     "formats",
     "structured",
     "otel",
+    "fleet",
 )  # the extras for users; further extras are for development
 
 

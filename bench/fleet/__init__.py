@@ -1,1 +1,1 @@
-"""Figures of a fleet: routing, transfer of KV, failover, scaling and updates, each by a module of its own."""
+"""Figures of a fleet, each by a module of its own: ``python -m bench.fleet NAME``."""

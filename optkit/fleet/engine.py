@@ -1,11 +1,8 @@
 """FleetEngine: several replicas as one engine (``optkit.serve.engine_api.AsyncEngine``).
 
-A task for each replica asks for a report every ``REPORT_SECONDS``, so a silent replica delays no other. A request
-goes to the replica that the router chooses among the ready ones. The choice reads the latest reports and waits for
-nothing, except while no replica is ready.
-
-``failover`` gets each request, with ``attempt``, which runs the request once: the place to repeat a broken answer on
-another replica. The default repeats nothing and ends the answer as a single server does.
+A request goes through failover (``optkit.fleet.failover``) to the replica that the router chooses
+(``optkit.fleet.router``). A task for each replica asks for a report every ``REPORT_SECONDS`` and tells the router, so
+a silent replica delays no other. No decision waits for a replica.
 """
 
 from __future__ import annotations
@@ -13,63 +10,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
-from optkit.fleet.choice import LeastQueue, Router
+from optkit.fleet.failover import Failover, Placed, Wanted
 from optkit.fleet.member import Member, Members
 from optkit.fleet.replica import Mark, ReplicaGone, ReplicaReport, Work
+from optkit.fleet.router import Decision, NoReplica, Router
 from optkit.fleet.totals import Totals
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.pooling import Pooling
-from optkit.runtime.process.client import ENGINE_DIED, ENGINE_GONE
 from optkit.runtime.process.ipc import Embedded, PinList, Profiled
-from optkit.runtime.types import EngineRequest, EngineStats, FinishReason, TokenOutput
+from optkit.runtime.types import EngineRequest, EngineStats, TokenOutput
 
 log = logging.getLogger("optkit.fleet")
 
 REPORT_SECONDS = 0.25
-SILENCE_SECONDS = 2.0  # without a report, after which no request is sent to a replica
-PATIENCE_SECONDS = 10.0  # of a request, for a ready replica
+SILENCE_SECONDS = 2.0  # without a report, after which a replica does not count as ready
 NO_REPLICA = "no replica is ready"
 
 T = TypeVar("T")
-Digests = Callable[[EngineRequest], tuple[bytes, ...]]
-
-
-class Attempt(Protocol):
-    """One run of a request on a replica that is not ``excluded``; raises ReplicaGone."""
-
-    def __call__(
-        self, request: EngineRequest, excluded: Collection[str] = ()
-    ) -> AsyncIterator[TokenOutput]: ...
-
-
-Failover = Callable[[EngineRequest, Attempt], AsyncIterator[TokenOutput]]
-
-
-async def end_at_first_death(request: EngineRequest, attempt: Attempt) -> AsyncGenerator[TokenOutput, None]:
-    """The outputs of one attempt; the death of a replica is the error of a dead engine."""
-    try:
-        async with aclosing(cast(AsyncGenerator[TokenOutput, None], attempt(request))) as outputs:
-            async for output in outputs:
-                yield output
-    except ReplicaGone as gone:
-        log.warning("request %s lost its replica %s: %s", request.request_id, gone.replica_id, gone)
-        yield TokenOutput(
-            request_id=request.request_id,
-            token_ids=(),
-            finish_reason=FinishReason.ERROR,
-            error=ENGINE_DIED if gone.was_begun else ENGINE_GONE,
-        )
-
-
-def no_digests(request: EngineRequest) -> tuple[bytes, ...]:
-    """No digests: the router sees lengths alone."""
-    return ()
 
 
 @dataclass(eq=False)
@@ -80,7 +43,6 @@ class _Known:
     watch: asyncio.Task[None] | None = None
     report: ReplicaReport | None = None
     info: EngineInfo | None = None
-    mark: Mark = Mark()
     heard: float = float("-inf")
 
     @property
@@ -91,25 +53,45 @@ class _Known:
         return is_heard and report is not None and report.is_ready and not report.is_draining
 
 
+class _Chosen:
+    """A replica chosen by ``decision``; the router learns the fate of the request."""
+
+    def __init__(self, member: Member, decision: Decision, router: Router) -> None:
+        self.replica_id = decision.replica_id
+        self._member, self._decision, self._router = member, decision, router
+
+    async def generate(self, work: Work) -> AsyncGenerator[TokenOutput, None]:
+        is_answered = False
+        try:
+            stream = cast(AsyncGenerator[TokenOutput, None], self._member.generate(work))
+            async with aclosing(stream) as outputs:
+                async for output in outputs:
+                    if not is_answered and output.error is None:
+                        is_answered = True
+                        self._router.answered(self._decision, output.first)
+                    yield output
+        finally:
+            if not is_answered:
+                self._router.withdrawn(self._decision)
+
+    async def report(self, since: Mark) -> ReplicaReport:
+        return await self._member.report(since)
+
+    async def drain(self) -> None:
+        await self._member.drain()
+
+
 class FleetEngine:
     """Replicas behind one engine. ``start`` and ``stop`` frame its life; use it from a single event loop.
 
     Args:
         members: the replicas, which come and go.
         router: chooses a replica for each request.
-        failover: gives the outputs of a request, by one or several attempts.
-        digests: of the full blocks of a request's prompt.
     """
 
-    def __init__(
-        self,
-        members: Members,
-        router: Router | None = None,
-        failover: Failover = end_at_first_death,
-        digests: Digests = no_digests,
-    ) -> None:
-        self._members, self._router = members, router or LeastQueue()
-        self._failover, self._digests = failover, digests
+    def __init__(self, members: Members, router: Router | None = None) -> None:
+        self._members, self.router = members, router or Router()
+        self.failover = Failover(self._place)
         self._known: dict[str, _Known] = {}
         self._totals = Totals()
         self._changed = asyncio.Event()  # set for a moment after each report
@@ -141,39 +123,18 @@ class FleetEngine:
     # -- requests ---------------------------------------------------------------------------------------
 
     def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
-        return self._failover(request, self.attempt)
+        return self.failover.generate(request)
 
-    async def attempt(
-        self, request: EngineRequest, excluded: Collection[str] = ()
-    ) -> AsyncGenerator[TokenOutput, None]:
-        """The outputs of one replica, chosen among the ready ones that are not ``excluded``; raises ReplicaGone."""
-        digests = self._digests(request)
-        candidates = await self._candidates(excluded)
-        decision = self._router.choose(digests, len(request.prompt_ids), candidates)
-        log.debug("request %s to replica %s: %s", request.request_id, decision.replica_id, decision.reason)
-        known = self._known[decision.replica_id]
-        work = Work(request=request, digests=digests, fetch=decision.fetch)
+    async def _place(self, wanted: Wanted) -> Placed | None:
+        """The replica for a request (``optkit.fleet.failover.Choose``)."""
+        prompt = self.router.prompt(wanted.request)
         try:
-            stream = cast(AsyncGenerator[TokenOutput, None], known.member.generate(work))
-            async with aclosing(stream) as outputs:
-                async for output in outputs:
-                    yield output
-        except ReplicaGone:
-            known.heard = float("-inf")  # not chosen again before a new report
-            raise
-
-    async def _candidates(self, excluded: Collection[str]) -> list[ReplicaReport]:
-        """The reports of ready replicas; waits for one, up to PATIENCE_SECONDS."""
-        try:
-            async with asyncio.timeout(PATIENCE_SECONDS):
-                while True:
-                    ready = [known.report for known in self._ready() if known.report]
-                    found = [report for report in ready if report.replica_id not in excluded]
-                    if found:
-                        return found
-                    await self._changed.wait()
-        except TimeoutError:
-            raise ReplicaGone(NO_REPLICA, was_begun=False) from None
+            decision = self.router.choose(prompt, exclude=wanted.avoid, version=wanted.version)
+        except NoReplica:
+            return None
+        chosen = _Chosen(self._known[decision.replica_id].member, decision, self.router)
+        work = Work(request=wanted.request, digests=decision.digests, fetch=decision.fetch)
+        return Placed(chosen, decision.version, work)
 
     def _ready(self) -> list[_Known]:
         return [known for known in self._known.values() if known.is_ready]
@@ -197,42 +158,42 @@ class FleetEngine:
         if known.watch is not None:
             known.watch.cancel()
             await asyncio.gather(known.watch, return_exceptions=True)
-        self._router.forget(name)
+        self.router.remove(name)
         self._totals.drop(name)
         await known.member.close()
         self._wake()
 
     async def _watch(self, known: _Known) -> None:
-        """Ask for reports, until cancelled."""
+        """Ask for reports, until cancelled. A replica that can't be asked is unknown to the router until it answers."""
         while True:
+            was_ready = known.is_ready
             try:
                 async with asyncio.timeout(SILENCE_SECONDS):
                     await self._ask(known)
-            except (ReplicaGone, TimeoutError):
+            except (ReplicaGone, TimeoutError) as error:
                 known.heard = float("-inf")
-                self._totals.set(known.member.replica_id, EngineStats(), self._restarts_of(known))
+                if isinstance(error, ReplicaGone):
+                    self.router.remove(known.member.replica_id)
+            if known.is_ready and not was_ready:
+                self.failover.wake()
             self._wake()
             await asyncio.sleep(REPORT_SECONDS)
 
     async def _ask(self, known: _Known) -> None:
         """Take a report of the replica, and the facts of each new engine."""
-        last = known.report
-        report = await known.member.report(known.mark)
+        name, last = known.member.replica_id, known.report
+        since, asked = self.router.mark(name), self.router.clock()
+        report = await known.member.report(since)
         is_new = known.info is None or last is None or last.num_restarts != report.num_restarts
         if report.is_ready and is_new:
             known.info = await known.member.engine_info()
             self._info = self._info or known.info
-        self._router.observe(report)
-        self._totals.set(report.replica_id, report.stats, report.num_restarts)
-        if report.changes is not None:
-            known.mark = report.changes.mark
+        self.router.update(report, since, asked)
+        self._totals.set(name, report.stats, report.num_restarts)
         known.report, known.heard = report, time.monotonic()
 
-    def _restarts_of(self, known: _Known) -> int:
-        return known.report.num_restarts if known.report else 0
-
     def _wake(self) -> None:
-        """Let the waiting requests look again."""
+        """Let ``start`` look again."""
         self._changed.set()
         self._changed.clear()
 
@@ -244,8 +205,9 @@ class FleetEngine:
         return [known.report for known in self._known.values() if known.report]
 
     @property
-    def num_ready(self) -> int:
-        return len(self._ready())
+    def ready_ids(self) -> set[str]:
+        """The replicas that take requests."""
+        return {known.member.replica_id for known in self._ready()}
 
     @property
     def stats(self) -> EngineStats:
@@ -272,20 +234,16 @@ class FleetEngine:
         return self._totals.num_restarts
 
     async def embed(self, prompts: Sequence[Sequence[int]], pooling: Pooling) -> Embedded:
-        """The vectors of one replica, the one with the fewest requests; a second one where the first dies."""
-        excluded: set[str] = set()
-        while True:
+        """The vectors of one replica, the one with the fewest requests; of a second one where the first dies."""
+        for known in sorted(self._ready(), key=_load)[:2]:
             try:
-                reports = await self._candidates(excluded)
-                name = min(reports, key=lambda report: report.num_running + report.num_waiting).replica_id
-                return await self._known[name].member.embed(prompts, pooling)
+                return await known.member.embed(prompts, pooling)
             except ReplicaGone as gone:
-                if excluded or not gone.replica_id:
-                    return Embedded("embed", error=str(gone))
-                excluded.add(gone.replica_id)
+                log.warning("%d texts lost the replica %s: %s", len(prompts), known.member.replica_id, gone)
+        return Embedded("embed", error=NO_REPLICA)
 
     async def pins(self, drop: str | None = None) -> PinList:
-        """The pins of all replicas; ``drop`` ends where it is."""
+        """The pins of all replicas; ``drop`` ends on each."""
         found = await self._all(lambda member: member.pins(drop))
         if not found:
             return PinList("pins", error=NO_REPLICA)
@@ -300,22 +258,25 @@ class FleetEngine:
 
     async def stop_profile(self, directory: str) -> Profiled:
         """End the profiles; each replica writes into a directory of its own on its machine."""
-        return _merged(
-            await self._all(lambda member: member.stop_profile(str(Path(directory) / member.replica_id)))
-        )
+        place = Path(directory)
+        return _merged(await self._all(lambda member: member.stop_profile(str(place / member.replica_id))))
 
     async def _all(self, call: Callable[[Member], Awaitable[T]]) -> list[T]:
         """The answers of the ready replicas; a replica that goes meanwhile has none."""
         calls = [call(known.member) for known in self._ready()]
-        answers = await asyncio.gather(*calls, return_exceptions=True)
         found: list[T] = []
-        for answer in answers:
+        for answer in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(answer, ReplicaGone):
                 continue
             if isinstance(answer, BaseException):
                 raise answer
             found.append(answer)
         return found
+
+
+def _load(known: _Known) -> int:
+    """The requests of a replica."""
+    return known.report.num_running + known.report.num_waiting if known.report else 0
 
 
 def _merged(answers: Sequence[Profiled]) -> Profiled:

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
-from optkit.fleet.replica import Mark, ReplicaGone, ReplicaReport, Work
+from optkit.fleet.replica import Mark, ReplicaGone, ReplicaReport, Work, replica_report
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.pooling import Pooling
 from optkit.runtime.process.client import ENGINE_DIED, ENGINE_GONE, ENGINE_STOPPED
-from optkit.runtime.process.ipc import Embedded, PinList, Profiled
+from optkit.runtime.process.ipc import Embedded, PinList, Profiled, Reported
+from optkit.runtime.report import EngineReport
 from optkit.runtime.types import TokenOutput
 from optkit.serve.engine_api import AsyncEngine
 
 DEATHS = {ENGINE_DIED, ENGINE_GONE, ENGINE_STOPPED}  # ends of an answer by the end of the engine
 DRAINING = "the replica takes no new requests"
+
+
+class ReportingEngine(AsyncEngine, Protocol):
+    """An engine that reports to a router, such as ``optkit.serve.supervisor.EngineSupervisor``."""
+
+    async def report(self, since: Mark) -> Reported:
+        """Load, predicted times, and the changes of the cached blocks after ``since``."""
+        ...
 
 
 class LocalReplica:
@@ -27,7 +36,7 @@ class LocalReplica:
         replica_id, version: of the reports.
     """
 
-    def __init__(self, engine: AsyncEngine, replica_id: str, version: str = "") -> None:
+    def __init__(self, engine: ReportingEngine, replica_id: str, version: str = "") -> None:
         self._engine, self.replica_id, self._version = engine, replica_id, version
         self._running = 0
         self._is_draining = False
@@ -54,18 +63,14 @@ class LocalReplica:
                 self._idle.set()
 
     async def report(self, since: Mark) -> ReplicaReport:
-        stats, info = self._engine.stats, self._engine.info
-        return ReplicaReport(
-            replica_id=self.replica_id,
-            version=self._version,
-            is_ready=self._engine.is_healthy,
+        answer = await self._engine.report(since)
+        return replica_report(
+            answer.report or EngineReport(),
+            self.replica_id,
+            self._version,
+            is_ready=answer.report is not None and self._engine.is_healthy,
             is_draining=self._is_draining,
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            kv_blocks_used=stats.kv_blocks_used,
-            kv_blocks_total=stats.kv_blocks_total,
-            block_size=info.config.block_size if info else 0,
-            stats=stats,
+            stats=self._engine.stats,
             num_restarts=self._engine.num_restarts,
             is_restarting=self._engine.is_restarting,
         )
@@ -99,13 +104,3 @@ class LocalReplica:
 
     async def close(self) -> None:
         """Nothing: the engine belongs to the caller."""
-
-
-class FixedMembers:
-    """Replicas that neither come nor go."""
-
-    def __init__(self, *members: LocalReplica) -> None:
-        self._members = members
-
-    async def changes(self) -> AsyncIterator[Sequence[LocalReplica]]:
-        yield self._members

@@ -6,6 +6,7 @@ actor and detokenizes; the HTTP application is that of ``optkit serve``, behind 
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import FastAPI
@@ -15,6 +16,8 @@ from optkit.fleet.config import FleetConfig, read_config
 from optkit.fleet.engine import FleetEngine
 from optkit.fleet.ray_handle import RayMembers
 from optkit.fleet.ray_replica import replica_deployment
+from optkit.fleet.router import Router
+from optkit.fleet.secrets import digest_secret
 from optkit.fleet.server import fleet_app
 from optkit.machine import logs
 from optkit.serve.server import check
@@ -31,8 +34,10 @@ class Api:
         logs.configure()
         config, options = read_config(args), read_config(args).http.options()
         check(options)
-        self._engine = FleetEngine(RayMembers(serve.get_replica_context().app_name))
-        self._fastapi, _ = await fleet_app(self._engine, config.open(), options, config.replicas)
+        app = serve.get_replica_context().app_name
+        self._engine = FleetEngine(RayMembers(app), Router(digest_secret(app)))
+        artifact = await asyncio.to_thread(config.open)
+        self._fastapi, _ = await fleet_app(self._engine, artifact, options, config.replicas)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._fastapi

@@ -20,6 +20,7 @@ from optkit.errors import UserError, first_line
 from optkit.fleet.config import FleetConfig, read_config
 from optkit.fleet.local import LocalReplica
 from optkit.fleet.replica import ReplicaGone
+from optkit.fleet.secrets import digest_secret
 from optkit.fleet.served_replica import ServedReplica
 from optkit.machine import logs
 from optkit.recipe.engine_options import engine_options
@@ -38,15 +39,15 @@ STARTING = "the replica is starting"
 class Worker(ServedReplica):
     """The actor with the engine. ``start`` comes first; other calls fail before."""
 
-    def __init__(self, args: dict[str, Any], replica_id: str) -> None:
+    def __init__(self, args: dict[str, Any], replica_id: str, secret: bytes) -> None:
         logs.configure()
-        self._config, self._replica_id = read_config(args), replica_id
+        self._config, self._replica_id, self._secret = read_config(args), replica_id, secret
         self._supervisor: EngineSupervisor | None = None
 
     async def start(self) -> str | None:
         """Load the engine; returns the error of a config or an artifact that can't be served, in one line."""
         try:
-            self._supervisor = await _supervised(self._config)
+            self._supervisor = await _supervised(self._config, self._secret)
         except UserError as error:
             return error.line()
         super().__init__(LocalReplica(self._supervisor, self._replica_id, self._config.digest))
@@ -73,13 +74,17 @@ class Worker(ServedReplica):
             await self._supervisor.stop()
 
 
-async def _supervised(config: FleetConfig) -> EngineSupervisor:
-    """The supervisor of a loaded engine, whose process imports while the artifact is verified."""
+async def _supervised(config: FleetConfig, secret: bytes) -> EngineSupervisor:
+    """The supervisor of a loaded engine, whose process imports while the artifact is verified.
+
+    Args:
+        secret: of digests.
+    """
     with launch(config.factory) as launched:
         if config.factory == DEFAULT_FACTORY:
             artifact = await asyncio.to_thread(config.open)
             options = engine_options(artifact.recipe, config.engine)
-            supervisor = EngineSupervisor(client_maker(artifact, options, launched))
+            supervisor = EngineSupervisor(client_maker(artifact, options, launched, secret))
         else:
             first = [launched]
             supervisor = EngineSupervisor(
@@ -88,6 +93,7 @@ async def _supervised(config: FleetConfig) -> EngineSupervisor:
                     engine_options(None, config.engine),
                     factory=config.factory,
                     launched=first.pop() if first else None,
+                    cache_secret=secret,
                 )
             )
         await supervisor.start()
@@ -107,7 +113,7 @@ class EngineReplica:
             num_gpus=config.gpus,
             max_concurrency=MAX_CALLS,
         )
-        self._worker = actor.remote(args, name)
+        self._worker = actor.remote(args, name, digest_secret(context.app_name))
         problem = await self._worker.start.remote()
         if problem is not None:
             raise RuntimeError(problem)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from optkit.fleet.engine import FleetEngine
+from optkit.fleet.metrics import FleetMetrics
 from optkit.runtime.info import EngineInfo
 from optkit.serve.app import create_app
 from optkit.serve.server import AppParts, ServeOptions
@@ -36,4 +37,6 @@ async def fleet_app(
     settings = parts.settings(info, options.served_model_names or (artifact.name,))
     running_elsewhere = (replicas - 1) * info.config.max_num_seqs
     settings = replace(settings, max_queue=settings.max_queue + running_elsewhere)
-    return create_app(engine, words, settings, parts.tracing(), chat, parts.defaults()), info
+    app = create_app(engine, words, settings, parts.tracing(), chat, parts.defaults())
+    app.state.parts.metrics.registry.register(FleetMetrics(engine))
+    return app, info

@@ -31,10 +31,12 @@ from optkit.runtime.kv.pools import memory_plan
 from optkit.runtime.kv.shareable import note_step
 from optkit.runtime.pooling import MAX_TEXTS, Pooling
 from optkit.runtime.prefill import PinInfo
+from optkit.runtime.report import EngineReport, Mark
 from optkit.runtime.sampling.logprobs import LogprobRunner
 from optkit.runtime.sampling.sampler import sample
 from optkit.runtime.sampling.speculative import first_rows, verify
 from optkit.runtime.scheduling.cost_model import CostModel
+from optkit.runtime.scheduling.reporting import report
 from optkit.runtime.scheduling.scheduler import Proposer, Result, Scheduler, SchedulerConfig
 from optkit.runtime.structured.compiler import Grammars
 from optkit.runtime.types import (
@@ -252,8 +254,28 @@ class Engine:
         """The pinned prefixes, the oldest first."""
         kv, now = self.scheduler.kv, self.scheduler.clock()
         kv.pins.expire(now)
-        size = self.runner.kv_bytes // (self.config.num_blocks + any(self.config.kv_windows))
-        return [pin.info(now, self.config.block_size, size) for pin in kv.pins]
+        return [pin.info(now, self.config.block_size, self.block_bytes) for pin in kv.pins]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of KV, over all layers of a group."""
+        return self.runner.kv_bytes // (self.config.num_blocks + any(self.config.kv_windows))
+
+    def report(self, since: Mark, *, in_step: bool = False) -> EngineReport:
+        """The load and the predicted times, with the changes of the cached blocks after ``since``.
+
+        Args:
+            in_step: the answer is given in the middle of a step.
+        """
+        return report(self.scheduler, since, self.block_bytes, in_step=in_step)
+
+    def share_digests(self, secret: bytes) -> None:
+        """Give the prefix cache digests that processes with the same ``secret`` can compare; before the first request.
+
+        Raises:
+            ValueError: the secret has a wrong length.
+        """
+        self.scheduler.kv.rekey(secret)
 
     def unpin(self, name: str) -> bool:
         """End a pin; the KV stays cached until the room is needed. False where there is no such pin."""

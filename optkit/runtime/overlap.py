@@ -107,7 +107,7 @@ class OverlapScheduler(Scheduler):
     def advance(self, batch: Batch) -> PlannedStep:
         """Go on as if ``batch``, just queued, had run."""
         shape = step_work(batch.items)
-        return PlannedStep(batch, tuple(map(self._advance, batch.items)), shape, self._step_start)
+        return PlannedStep(batch, tuple(map(self._advance, batch.items)), shape, self.step_start)
 
     def complete(self, planned: PlannedStep, results: list[Result]) -> list[TokenOutput]:
         """Record the results of a planned step, as ``update`` does."""

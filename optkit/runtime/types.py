@@ -323,6 +323,7 @@ class Request:
         first_blocks: for each block table the number of ``NO_BLOCK`` entries, which are the first.
         num_reserved: blocks reserved for the rest of the prefill.
         num_admitted: tokens known at the admission, whose KV is computed by the prefill.
+        num_uncached: tokens without cached KV on arrival.
         state_slot: the slot of the recurrent state, for models that have one; ``NO_SLOT`` without.
         borders: numbers of tokens after which a checkpoint of the recurrent state is taken, ascending.
         rolling: the node with the request's latest checkpoint in the answer.
@@ -344,6 +345,7 @@ class Request:
     first_blocks: list[int] = field(default_factory=list)
     num_reserved: int = 0
     num_admitted: int = 0
+    num_uncached: int = 0
     state_slot: int = NO_SLOT
     borders: tuple[int, ...] = ()
     rolling: Node | None = None

@@ -114,9 +114,11 @@ def run(
 
 
 def client_maker(
-    artifact: Artifact, engine: EngineOptions, launched: Launched | None
+    artifact: Artifact, engine: EngineOptions, launched: Launched | None, cache_secret: bytes = b""
 ) -> Callable[[], EngineClient]:
     """A maker of clients for engines of ``artifact``; the first client takes the process that was launched early.
+
+    ``cache_secret``: as in ``EngineClient``.
 
     For each later client the maker raises UserError when another artifact is in the directory: tokenizer, limits and
     kept answers of the server are those of ``artifact``, and an engine does not check the files.
@@ -128,7 +130,8 @@ def client_maker(
     def make_client() -> EngineClient:
         if not first:
             artifact.check_present()
-        return EngineClient(str(artifact.directory), engine, launched=first.pop() if first else None)
+        waiting = first.pop() if first else None
+        return EngineClient(str(artifact.directory), engine, launched=waiting, cache_secret=cache_secret)
 
     return make_client
 

@@ -1,9 +1,9 @@
 """KV manager: gives requests their blocks, and reuses computed KV.
 
-The manager keeps six parts in agreement: the blocks of the pool (``BlockManager``), the block tables of requests
+The manager keeps seven parts in agreement: the blocks of the pool (``BlockManager``), the block tables of requests
 (``BlockTables``), the tree of the content of blocks (``PrefixCache``), the prefixes that are never evicted (``Pins``),
-the host blocks of the offload store (``HostBlockTable``), and the slots and checkpoints of recurrent states
-(``StateSlots``).
+the host blocks of the offload store (``HostBlockTable``), the slots and checkpoints of recurrent states
+(``StateSlots``), and the log of changes for routers (``ChangeLog``).
 
 - **Admission** takes over the blocks of the longest cached prefix; blocks on the host are loaded. At least the last
   token is left to compute, since the logits are needed.
@@ -27,12 +27,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from optkit.runtime.kv.blocks import BlockManager
+from optkit.runtime.kv.changes import ChangeLog
 from optkit.runtime.kv.offload import HostBlockTable
 from optkit.runtime.kv.pins import Pin, PinRefused, Pins
 from optkit.runtime.kv.prefix_cache import Node, NodeKV, PrefixCache
 from optkit.runtime.kv.states import StateSlots
 from optkit.runtime.kv.tables import BlockTables
 from optkit.runtime.prefill import NO_ROOM
+from optkit.runtime.report import BlockChanges, Mark
 from optkit.runtime.types import ALL_TOKENS, NO_BLOCK, Request, Transfer
 
 
@@ -70,6 +72,9 @@ class KVManager:
         self.states = StateSlots(num_state_slots, num_checkpoints if cache is not None else 0, block_size)
         self.tables = BlockTables(self.blocks, windows, tokens_in_flight)
         self.pins = Pins(self.blocks, self.states, max_pinned_blocks)
+        self._needed = tuple(self.tables.unlimited)
+        self.log = ChangeLog(num_blocks + num_host_blocks)
+        self.states.changed = self._note
         self.worth_saving: Callable[[], bool] = lambda: True
         self.reset_counters()
         self._content: dict[int, NodeKV] = {}  # block -> its content
@@ -198,6 +203,8 @@ class KVManager:
                 self._drop(node)
             raise
         self.blocks.free(table)  # the pin holds the blocks
+        for node in nodes:
+            self._note(node)
         return new
 
     def pin(self, name: str, request: Request, now: float, end: float | None, most: int) -> int:
@@ -239,6 +246,20 @@ class KVManager:
             if node not in self.pins:
                 self._drop(node)
 
+    def changes(self, since: Mark) -> BlockChanges:
+        """The changes of the held blocks (``optkit.runtime.kv.changes``) after a mark."""
+        return self.log.since(since, lambda: (node.digest for node in self._nodes if node.is_held))
+
+    def rekey(self, secret: bytes) -> None:
+        """Share the digests with other processes of the same ``secret``; before the first request.
+
+        Raises:
+            ValueError: as ``PrefixCache.rekey``.
+        """
+        if self.cache is not None:
+            self.cache.rekey(secret)
+            self.log.restart()
+
     def take_transfers(self) -> tuple[Transfer, ...]:
         """The copies to make before the next step of the model, in order."""
         transfers = tuple(self._transfers)
@@ -265,6 +286,7 @@ class KVManager:
             assert kv.block == block and self.cache is not None
             assert self.blocks.is_cached(block) == (block not in held)
         self.pins.check(lambda node: self.cache is not None and node in self.cache)
+        assert all(node.is_held == self._is_held(node) for node in self._nodes)
         for request in requests:
             assert len(request.nodes) * self.block_size <= request.num_computed
 
@@ -396,6 +418,7 @@ class KVManager:
                 if kv.block is None and table[index] != NO_BLOCK:
                     kv.block = table[index]
                     self._content[kv.block] = kv
+            self._note(node)
         return node
 
     def _keep(self, block: int) -> bool:
@@ -407,10 +430,12 @@ class KVManager:
         if kv.host_block is None and self.host_blocks.num_host_blocks and self.worth_saving():
             loser = self.host_blocks.take(kv)
             if loser is not None:
+                self._note(loser.node)
                 self._wither(loser.node)
             assert kv.host_block is not None
             self._transfers.append(Transfer(block, kv.host_block, save=True))
             self.num_saves += 1
+        self._note(kv.node)
         self._wither(kv.node)
 
     def _wither(self, node: Node) -> None:
@@ -437,3 +462,22 @@ class KVManager:
                 block, kv.block = kv.block, None
                 del self._content[block]
                 self.blocks.forget(block)
+        self._note(node)
+
+    @property
+    def _nodes(self) -> Sequence[Node]:
+        return self.cache.nodes if self.cache is not None else ()
+
+    def _note(self, node: Node) -> None:
+        """Record the node in the log if a prompt can take it over now and could not before, or the reverse."""
+        held = self._is_held(node)
+        if held != node.is_held:
+            self.log.record(node, held)
+
+    def _is_held(self, node: Node) -> bool:
+        """True where a prompt can take ``node`` over, as ``optkit.runtime.kv.changes`` defines."""
+        if self.states.num_slots:
+            return node.checkpoint is not None
+        if not self._needed:
+            return any(kv.is_kept for kv in node.kv)
+        return all(node.kv[group].is_kept for group in self._needed)

@@ -111,7 +111,15 @@ class Worker:
             raise ParentGone
         if time.monotonic() - self._last_sent >= HEARTBEAT_SECONDS:
             self._post(ipc.Heartbeat())
+        self._report()
         return self._aborted
+
+    def _report(self) -> None:
+        """Answer the questions for reports among the arrived messages, in the middle of a step."""
+        asked = [message for message in self._inbox if isinstance(message, ipc.AskReport)]
+        for message in asked:
+            self._inbox.remove(message)
+            self._post(ipc.Reported(message.request_id, self.engine.report(message.since, in_step=True)))
 
     def _send(self, outputs: list[TokenOutput]) -> None:
         """Send the outputs of a step, after the gauges when due."""
@@ -159,6 +167,8 @@ class Worker:
                 if drop is not None:
                     self.engine.unpin(drop)
                 self._post(ipc.PinList(request_id, tuple(self.engine.pins())))
+            case ipc.AskReport(request_id, since):
+                self._post(ipc.Reported(request_id, self.engine.report(since)))
             case ipc.StartProfile() as start:
                 self._post(self._profiler.start(start))
             case ipc.StopProfile() as stop:
@@ -268,6 +278,8 @@ def load(args: argparse.Namespace, sock: socket.socket, frames: ipc.FrameReader)
     torch.set_num_threads(message.options.threads or cores())
     start = time.monotonic()
     engine = factory(message.artifact_dir, message.options)
+    if message.cache_secret:
+        engine.share_digests(message.cache_secret)
     gc.collect()
     gc.freeze()  # the model's objects live as long as the process: no collection needs to look at them
     took = time.monotonic() - start

@@ -77,6 +77,7 @@ class Scheduler:
 
     Attributes:
         announce: called before a step with the ids of the requests beginning in the step.
+        step_start: the time at which the last step began.
     """
 
     steps_in_flight = 1  # steps that are queued before their results are known
@@ -116,7 +117,7 @@ class Scheduler:
         self.announce: Callable[[Sequence[str]], None] = _to_nobody
         self._begun: list[str] = []  # requests admitted for the first time in this step
         self._num_added = 0
-        self._step_start = 0.0
+        self.step_start = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -149,7 +150,7 @@ class Scheduler:
         if reason := self.background.refusal(request):
             raise EngineRefusal(reason)
         request.times.queued = self.clock()
-        work = request.num_pending - self.kv.cached_tokens(request)
+        work = request.num_uncached = request.num_pending - self.kv.cached_tokens(request)
         request.rank = (self._rank_of(received, work), self._num_added)
         if self.config.enforce_ttft_slo and not background and not received.continued:
             self._refuse_late(request, work)
@@ -180,9 +181,9 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """The work of the next step; an empty batch if there is none. ``update`` follows, also after an empty batch."""
-        self._step_start = self.clock()
+        self.step_start = self.clock()
         self._give_up()
-        self.kv.pins.expire(self._step_start)
+        self.kv.pins.expire(self.step_start)
         ready = self._ready()
         decodes = [ScheduledRequest(request, 1) for request in ready]
         prefills = self._prefills(decodes)
@@ -198,7 +199,7 @@ class Scheduler:
         now = self.clock()
         copied = batch.transfers or batch.state_copies
         if batch.items and not copied and not any(isinstance(r, Failure) for r in results):
-            self.cost.observe(step_work(batch.items), now - self._step_start)
+            self.cost.observe(step_work(batch.items), now - self.step_start)
         outputs: list[TokenOutput] = []
         for item, result in zip(batch.items, results, strict=True):
             if not self._is_here(item.request):
@@ -295,7 +296,7 @@ class Scheduler:
         """
         if not self.config.queue_timeout:
             return
-        oldest = self._step_start - self.config.queue_timeout
+        oldest = self.step_start - self.config.queue_timeout
         for request in list(self.waiting):
             is_new = request.times.started is None and not request.received.continued
             if is_new and request.received.arrival < oldest:
@@ -430,7 +431,7 @@ class Scheduler:
         self.waiting.remove(request)
         bisect.insort(self.running, request, key=_rank)
         if request.times.started is None:
-            request.times.started = self._step_start
+            request.times.started = self.step_start
             self._begun.append(request.request_id)
             request.times.cached_tokens = min(request.num_computed, request.num_prompt)
             self.kv.count(request)
@@ -462,7 +463,7 @@ class Scheduler:
 
     def _count_chunk(self, item: ScheduledRequest, now: float) -> None:
         if not item.request.times.reported:
-            item.request.times.prefill += now - self._step_start
+            item.request.times.prefill += now - self.step_start
             item.request.times.num_chunks += 1
 
     def _record(self, item: ScheduledRequest, result: Result) -> list[TokenOutput]:
