@@ -118,7 +118,9 @@ async def kills(fleet: ProcessFleet, args: argparse.Namespace, dice: random.Rand
     alone = await collect(fleet, request(args, "warm", dice))
     seconds = alone.times[-1] - alone.times[0]
     for number in range(args.kills):
-        asked = [request(args, f"k{number}-{i}", dice, seed=i // 2 if i % 2 else None) for i in range(args.streams)]
+        asked = [
+            request(args, f"k{number}-{i}", dice, seed=i // 2 if i % 2 else None) for i in range(args.streams)
+        ]
         streams = [asyncio.create_task(collect(fleet, single)) for single in asked]
         await asyncio.sleep(dice.uniform(0.1, 0.9) * seconds)
         busy = [replica for replica in fleet.replicas.values() if replica.num_streams and replica.is_ready]
@@ -182,7 +184,11 @@ async def poison(fleet: ProcessFleet, args: argparse.Namespace) -> dict[str, Any
 
 
 def request(
-    args: argparse.Namespace, name: str, dice: random.Random, seed: int | None = None, first: int | None = None
+    args: argparse.Namespace,
+    name: str,
+    dice: random.Random,
+    seed: int | None = None,
+    first: int | None = None,
 ) -> EngineRequest:
     """A request of random tokens; greedy, or drawn by ``seed``."""
     ids = [dice.randrange(40, 500) for _ in range(args.prompt_tokens)]

@@ -209,7 +209,9 @@ class ProcessFleet(LocalFleet[ProcessReplica]):
         factory: of the engines.
     """
 
-    def __init__(self, artifacts: Mapping[str, str], factory: str, options: EngineOptions | None = None) -> None:
+    def __init__(
+        self, artifacts: Mapping[str, str], factory: str, options: EngineOptions | None = None
+    ) -> None:
         super().__init__()
         self._artifacts, self._factory, self._options = artifacts, factory, options or EngineOptions()
 

@@ -48,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--rate", type=float, default=8.0, help="requests a second")
     parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--slow-canary", type=float, default=1.0, help="seconds of the new version, in those of the old")
+    parser.add_argument(
+        "--slow-canary", type=float, default=1.0, help="seconds of the new version, in those of the old"
+    )
     parser.add_argument("--save-result", type=Path)
     args = parser.parse_args(arguments)
     result = asyncio.run(measured(args))
@@ -113,7 +115,9 @@ class Update:
                 ttft, tpot, _ = await self.alone(replica, f"judge-{name}-{index}", 200 + index)
                 found[name].append((ttft, tpot))
         for number, metric in enumerate(("ttft", "tpot")):
-            new, old = (statistics.median(pair[number] for pair in found[name]) for name in (canary, baseline))
+            new, old = (
+                statistics.median(pair[number] for pair in found[name]) for name in (canary, baseline)
+            )
             if new > MOST_RATIO * old:
                 return Verdict(False, f"{metric} is {new / old:.2f}x that of the old version")
         return Verdict(True)

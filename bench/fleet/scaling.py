@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import sys
@@ -48,10 +49,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--low-rate", type=float, default=1.5, help="requests a second before and after the step")
+    parser.add_argument(
+        "--low-rate", type=float, default=1.5, help="requests a second before and after the step"
+    )
     parser.add_argument("--high-rate", type=float, default=9.0, help="requests a second of the step")
-    parser.add_argument("--seconds", type=float, nargs=3, default=(15.0, 45.0, 75.0), help="of the three phases")
-    parser.add_argument("--down-seconds", type=float, default=15.0, help="of too little work before a removal")
+    parser.add_argument(
+        "--seconds", type=float, nargs=3, default=(15.0, 45.0, 75.0), help="of the three phases"
+    )
+    parser.add_argument(
+        "--down-seconds", type=float, default=15.0, help="of too little work before a removal"
+    )
     parser.add_argument("--save-result", type=Path)
     args = parser.parse_args(arguments)
     result = asyncio.run(measured(args))
@@ -88,7 +95,9 @@ class Scaler:
         return self.meters.setdefault(name, Meter(OPTIONS.max_num_seqs)).observe(report, time.monotonic())
 
     def serving(self) -> list[str]:
-        return [n for n, replica in self.fleet.replicas.items() if replica.is_ready and not replica.is_draining]
+        return [
+            n for n, replica in self.fleet.replicas.items() if replica.is_ready and not replica.is_draining
+        ]
 
     async def leave(self, name: str) -> None:
         await self.fleet.replicas[name].drain()
@@ -133,14 +142,14 @@ async def measured(args: argparse.Namespace) -> dict[str, Any]:
     finally:
         await fleet.close()
     sizes = [size for _, size in scaler.sizes]
-    steps = [b - a for a, b in zip(sizes, sizes[1:], strict=False) if a != b]
+    steps = [b - a for a, b in itertools.pairwise(sizes) if a != b]
     new = [at - step for at, size in scaler.sizes if size > 1 and at > step]
     return {
         "requests": float(len(streams)),
         "first new replica serving, s": min(new, default=float("nan")),
         "most replicas": float(max(sizes)),
         "replicas at the end": float(sizes[-1]),
-        "changes of direction": float(sum((a > 0) != (b > 0) for a, b in zip(steps, steps[1:], strict=False))),
+        "changes of direction": float(sum((a > 0) != (b > 0) for a, b in itertools.pairwise(steps))),
         "streams cut or failed": float(failed),
         "ttft p95, s": p95(ttfts),
     }

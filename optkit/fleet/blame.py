@@ -25,7 +25,9 @@ from optkit.serve.quarantine import BLOCK_SECONDS, Remembered
 logger = logging.getLogger("optkit.fleet")
 
 REST_SECONDS = 0.25  # in which a replica that died or refused gets no request
-ONE_DEATH_SECONDS = 1.0  # in which the streams of a replica report its death; a new engine takes longer to load
+ONE_DEATH_SECONDS = (
+    1.0  # in which the streams of a replica report its death; a new engine takes longer to load
+)
 MOST_DEATHS = 2  # without an explanation, of a request
 
 
@@ -49,7 +51,9 @@ class Ledger:
     """Suspects, probations and blocks. ``name`` is a request's fingerprint, the same for a repeated request."""
 
     def __init__(self) -> None:
-        self._suspects = Remembered[tuple[int, float]]()  # fingerprint -> tokens at the death, end of the suspicion
+        self._suspects = Remembered[
+            tuple[int, float]
+        ]()  # fingerprint -> tokens at the death, end of the suspicion
         self._blocked = Remembered[float]()  # fingerprint -> end of the block
         self._probations: dict[str, tuple[str, bytes]] = {}  # replica -> request on probation
         self._deaths: dict[str, _Death] = {}  # replica -> a death of the last second

@@ -36,6 +36,7 @@ logger = logging.getLogger("optkit.fleet")
 
 PATIENCE_SECONDS = 30.0
 RETRY_SECONDS = 0.1  # between two attempts to find a replica, when nothing wakes a waiting request
+LEAST_SECONDS = 0.001  # a wait worth beginning
 
 
 class Wanted(NamedTuple):
@@ -93,7 +94,9 @@ class _Stream:
     num_preemptions: int = 0  # by all replicas
     earlier_preemptions: int = 0  # by all replicas but the last
     has_first: bool = False
-    lost: tuple[str, bool, float] | None = None  # the replica, begun there or not, and the time, until the next output
+    lost: tuple[str, bool, float] | None = (
+        None  # the replica, begun there or not, and the time, until the next output
+    )
     _name: bytes | None = None
 
     @property
@@ -202,7 +205,7 @@ class Failover:
             if placed is not None and self._may_run(stream, placed, is_suspect):
                 return placed
             left = until - self._clock()
-            if left <= 0:
+            if left < LEAST_SECONDS:
                 return None
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), min(left, RETRY_SECONDS))

@@ -343,5 +343,13 @@ def gate_command(
         arguments: further ones, such as the load.
     """
     asserted = [word for claim in claims for word in ("--assert", claim)]
-    command = [sys.executable, "-m", "optkit.cli.main", "bench", f"new={new_url}", "--against", f"old={old_url}"]
+    command = [
+        sys.executable,
+        "-m",
+        "optkit.cli.main",
+        "bench",
+        f"new={new_url}",
+        "--against",
+        f"old={old_url}",
+    ]
     return [*command, *asserted, *arguments]

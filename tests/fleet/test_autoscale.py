@@ -30,7 +30,11 @@ from optkit.runtime.types import EngineStats, FinishReason, FirstToken
 from tests.fleet.test_failover import asked, run
 
 CONFIG = AutoscaleConfig(ttft_seconds=1.0, max_replicas=6, down_seconds=60.0)
-IDLE, HALF, LATE = ReplicaLoad(), ReplicaLoad(utilization=0.5), ReplicaLoad(queue_seconds=3.0, utilization=1.0)
+IDLE, HALF, LATE = (
+    ReplicaLoad(),
+    ReplicaLoad(utilization=0.5),
+    ReplicaLoad(queue_seconds=3.0, utilization=1.0),
+)
 
 
 def after(loads: list[list[ReplicaLoad]], target: int, config: AutoscaleConfig = CONFIG) -> list[int]:
@@ -113,7 +117,13 @@ def test_decide_does_not_flap_on_noise(share: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"min_replicas": 3, "max_replicas": 2}, {"max_replicas": 0, "min_replicas": 0}, {"busy_share": 0.0}, {"up_ticks": 0}]
+    "wrong",
+    [
+        {"min_replicas": 3, "max_replicas": 2},
+        {"max_replicas": 0, "min_replicas": 0},
+        {"busy_share": 0.0},
+        {"up_ticks": 0},
+    ],
 )
 def test_config_is_refused_when_it_is_contradictory(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="|".join(wrong)):
@@ -141,7 +151,9 @@ def test_policy_reads_the_metrics_of_the_replicas_and_keeps_its_state() -> None:
 
 
 def first(seconds: float) -> FirstToken:
-    return FirstToken(before_queue=0.0, queue=0.0, prefill=seconds, chunk_wait=0.0, num_chunks=1, cached_tokens=0)
+    return FirstToken(
+        before_queue=0.0, queue=0.0, prefill=seconds, chunk_wait=0.0, num_chunks=1, cached_tokens=0
+    )
 
 
 def test_meter_reports_recent_prompts_backlog_and_use() -> None:
@@ -161,7 +173,9 @@ def test_meter_reports_recent_prompts_backlog_and_use() -> None:
     assert load.utilization == pytest.approx(0.4, rel=0.01) and load.prompt_seconds == 0.0
     for second in range(200, 400):
         load = meter.observe(report(0, num_running=7, num_waiting=1), 61.0 + second)
-    assert load.utilization == pytest.approx(0.8, rel=0.01), "places count, too; a new engine counts from zero"
+    assert load.utilization == pytest.approx(0.8, rel=0.01), (
+        "places count, too; a new engine counts from zero"
+    )
 
 
 @given(st.lists(st.floats(0, 9), min_size=1), st.floats(0.01, 1))
@@ -228,6 +242,8 @@ def test_a_load_step_gets_replicas_in_15_s_and_no_stream_is_cut_on_the_way_down(
     assert min(at for at, size in sizes.items() if size > 1) - 24.0 <= 15.0
     assert max(sizes.values()) == 3
     assert found["sizes"][-1][1] == 1
-    ups_and_downs = [b - a for (_, a), (_, b) in zip(found["sizes"], found["sizes"][1:], strict=False) if a != b]
+    ups_and_downs = [
+        b - a for (_, a), (_, b) in zip(found["sizes"], found["sizes"][1:], strict=False) if a != b
+    ]
     assert sum(step < 0 for step in ups_and_downs) == 2, "no flapping"
     assert found["reasons"] == [FinishReason.LENGTH] * found["count"]

@@ -190,8 +190,12 @@ def test_generate_reports_prompt_logprobs_and_the_first_token_once() -> None:
     request = asked("a", [40, 41, 42], prompt_logprobs=0)
     scores = tuple(TokenLogprob(token, -1.0) for token in (41, 42))
     one = TokenOutput(request_id="a", token_ids=(), prompt_logprobs=scores[:1])
-    two = TokenOutput(request_id="a", token_ids=(50,), prompt_logprobs=scores[1:], first=FIRST, num_preemptions=2)
-    both = TokenOutput(request_id="a", token_ids=(51,), prompt_logprobs=scores, first=FIRST, num_preemptions=1)
+    two = TokenOutput(
+        request_id="a", token_ids=(50,), prompt_logprobs=scores[1:], first=FIRST, num_preemptions=2
+    )
+    both = TokenOutput(
+        request_id="a", token_ids=(51,), prompt_logprobs=scores, first=FIRST, num_preemptions=1
+    )
     end = TokenOutput(request_id="a", token_ids=(), stop_token=3, finish_reason=FinishReason.STOP)
     first, second = Scripted("r1", one, two, 1), Scripted("r2", both, end)
     outputs = scripted(request, first, second)
@@ -282,7 +286,9 @@ class FailoverHistory(RuleBasedStateMachine):
     @initialize(replicas=st.integers(1, 3), restart=st.sampled_from([0.1, 2.0]))
     def start(self, replicas: int, restart: float) -> None:
         self.loop = VirtualLoop()
-        self.fleet: MockFleet = self.loop.run_until_complete(fleet_of(replicas, restart_seconds=restart, patience_seconds=1000.0))
+        self.fleet: MockFleet = self.loop.run_until_complete(
+            fleet_of(replicas, restart_seconds=restart, patience_seconds=1000.0)
+        )
         self.requests: dict[str, EngineRequest] = {}
         self.answers: dict[str, asyncio.Task[list[TokenOutput]]] = {}
         self.begun_at_deaths: dict[str, int] = {}

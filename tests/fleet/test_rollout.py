@@ -51,7 +51,9 @@ class PlainFleet:
                 self.views[f"n{self.made}"] = ReplicaView(f"n{self.made}", version, False)
             case Drain(name):
                 view = self.views[name]
-                self.views[name] = view._replace(is_draining=True, num_requests=self.dice.randrange(3) * view.is_ready)
+                self.views[name] = view._replace(
+                    is_draining=True, num_requests=self.dice.randrange(3) * view.is_ready
+                )
             case Remove(name):
                 assert self.views[name].num_requests == 0 and self.views[name].is_draining
                 del self.views[name]
@@ -64,7 +66,9 @@ class PlainFleet:
         self.fewest, self.most = min(self.fewest, len(ready)), max(self.most, len(self.views))
 
 
-def drive(rollout: Rollout, fleet: PlainFleet, verdicts: Sequence[Verdict], alarm_at: int | None = None) -> list[object]:
+def drive(
+    rollout: Rollout, fleet: PlainFleet, verdicts: Sequence[Verdict], alarm_at: int | None = None
+) -> list[object]:
     """All actions until the end."""
     left, actions = list(verdicts), list[object]()
     for step in range(400):
@@ -97,7 +101,12 @@ def test_step_replaces_all_replicas_and_never_serves_with_fewer(count: int, seed
     assert rollout.share(list(fleet.views.values())) == 1.0
 
 
-@given(count=st.integers(1, 5), seed=st.integers(0, 1000), alarm=st.one_of(st.integers(0, 40)), bad=st.sampled_from([0, 1, 2]))
+@given(
+    count=st.integers(1, 5),
+    seed=st.integers(0, 1000),
+    alarm=st.one_of(st.integers(0, 40)),
+    bad=st.sampled_from([0, 1, 2]),
+)
 @settings(max_examples=100)
 def test_step_brings_the_old_version_back_when_a_check_fails_or_an_alarm_comes(
     count: int, seed: int, alarm: int, bad: int
@@ -107,7 +116,9 @@ def test_step_brings_the_old_version_back_when_a_check_fails_or_an_alarm_comes(
     verdicts = [GOOD] * bad + [Verdict(False, "too slow")]
     drive(rollout, fleet, verdicts, alarm_at=alarm if bad == 2 else None)
     assert fleet.fewest == count
-    assert {view.version for view in fleet.views.values()} == {"old" if rollout.phase is Phase.FAILED else "new"}
+    assert {view.version for view in fleet.views.values()} == {
+        "old" if rollout.phase is Phase.FAILED else "new"
+    }
     if bad < 2:
         assert rollout.phase is Phase.FAILED and "too slow" in rollout.reason
     assert sum(view.is_ready for view in fleet.views.values()) == count
@@ -149,7 +160,7 @@ def test_step_rolls_back_when_the_canary_dies_or_the_bench_takes_too_long() -> N
 
 @pytest.mark.parametrize(("old", "new", "count"), [("a", "a", 1), ("a", "b", 0)])
 def test_an_update_is_refused_when_there_is_nothing_to_replace(old: str, new: str, count: int) -> None:
-    with pytest.raises(ValueError, match="update|same"):
+    with pytest.raises(ValueError, match=r"update|same"):
         Rollout(old, new, count)
 
 
@@ -170,7 +181,9 @@ def test_gate_command_compares_the_two_servers_by_claims() -> None:
 
 
 OLD = MockModel(step_seconds=0.02, prompt_tokens_per_second=3000.0, num_blocks=512, load_seconds=1.0)
-NEW = MockModel(step_seconds=0.02, prompt_tokens_per_second=3000.0, num_blocks=512, load_seconds=1.0, answers=7)
+NEW = MockModel(
+    step_seconds=0.02, prompt_tokens_per_second=3000.0, num_blocks=512, load_seconds=1.0, answers=7
+)
 PROMPT, LENGTH = 200, 12
 
 
