@@ -88,6 +88,7 @@ class _Stream:
     request: EngineRequest
     tokens: list[int] = field(default_factory=list)
     version: str | None = None
+    placed: float = 0.0  # the time at which the last replica was chosen
     num_deaths: int = 0  # unexplained, with the request begun
     num_migrations: int = 0
     num_scored: int = 0  # prompt logprobs that the client has
@@ -203,6 +204,7 @@ class Failover:
             avoid |= self.ledger.probing if is_suspect else frozenset()
             placed = await self._choose(Wanted(stream.rest, stream.version, avoid))
             if placed is not None and self._may_run(stream, placed, is_suspect):
+                stream.placed = self._clock()
                 return placed
             left = until - self._clock()
             if left < LEAST_SECONDS:
@@ -267,7 +269,13 @@ class Failover:
         if not gone.was_begun:
             return Verdict.MOVE
         name, count = stream.name, stream.num_deaths
-        verdict = ledger.died(replica, stream.request.request_id, name, stream.num_tokens, count, now)
+        verdict = ledger.died(
+            *(replica, stream.request.request_id, name),
+            since=stream.placed,
+            num_tokens=stream.num_tokens,
+            num_deaths=count,
+            now=now,
+        )
         stream.num_deaths += ledger.is_unexplained(replica)
         logger.warning("request %s: %s; %s", stream.request.request_id, gone, verdict.value)
         return verdict

@@ -88,7 +88,8 @@ def test_generate_goes_on_with_the_same_answer_when_the_replica_is_killed(params
     assert sum(output.first is not None for output in outputs) == 1
     assert outputs[-1].num_migrations == 1 and outputs[0].num_migrations == 0
     (migration,) = fleet.migrations
-    assert migration.was_begun and 0 < migration.num_tokens < 20 and migration.seconds == pytest.approx(0.01)
+    assert migration.was_begun and migration.num_tokens == 7
+    assert migration.seconds == pytest.approx(0.01 + 10 / 3000), "a step with ten tokens"
 
 
 def test_generate_moves_a_request_that_was_not_begun_as_often_as_needed() -> None:
@@ -312,7 +313,8 @@ class FailoverHistory(RuleBasedStateMachine):
         replica = replicas[which % len(replicas)]
         for name, stream in replica._streams.items():
             self.begun_at_deaths[name] = self.begun_at_deaths.get(name, 0) + stream.is_begun
-        replica.kill()
+        self.loop.call_soon(replica.kill)
+        self.loop.settle()
 
     @precondition(lambda self: self.answers)
     @rule(data=st.data())
@@ -353,4 +355,4 @@ class FailoverHistory(RuleBasedStateMachine):
 
 
 TestFailoverHistory = FailoverHistory.TestCase
-TestFailoverHistory.settings = settings(deadline=None, max_examples=40, stateful_step_count=30)
+TestFailoverHistory.settings = settings(deadline=None, max_examples=20, stateful_step_count=30)
