@@ -12,6 +12,7 @@ import typer
 
 from optkit.cli import console
 from optkit.cli.engine_flags import size, with_engine_flags
+from optkit.errors import UserError
 from optkit.extras import need_extra
 from optkit.recipe.engine_options import ACCESS
 
@@ -44,6 +45,21 @@ def deploy(
         ),
     ] = None,
     replicas: Annotated[int, typer.Option(min=1, max=4096, help="Number of replicas.")] = 1,
+    max_replicas: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=4096,
+            help="Let the fleet grow up to so many replicas, and shrink to --replicas again: by the predicted time to first "
+            "token and the backlog of tokens. Default: --replicas, always.",
+        ),
+    ] = None,
+    ttft_target: Annotated[
+        float,
+        typer.Option(
+            min=0.001, help="With --max-replicas: seconds to the first token (p95) beyond which the fleet grows."
+        ),
+    ] = 2.0,
     name: Annotated[str, typer.Option(help="Name of the application; each name is a fleet.")] = "optkit",
     path_on_nodes: Annotated[
         str | None,
@@ -175,10 +191,13 @@ def deploy(
 
     from optkit.artifact.manifest import content_digest
     from optkit.artifact.open import Artifact
+    from optkit.fleet.autoscale import AutoscaleConfig
     from optkit.fleet.config import FleetConfig, HttpConfig
     from optkit.fleet.manifests import Pods, ray_service, serve_config
 
     opened = Artifact.open(artifact)
+    if max_replicas is not None and max_replicas < replicas:
+        raise UserError(f"it is below --replicas {replicas}", where=f"--max-replicas {max_replicas}")
     threads = engine_options.get("threads") or opened.recipe.serving.threads or 1
     config = FleetConfig(
         artifact=path_on_nodes or str(artifact.resolve()),
@@ -189,6 +208,8 @@ def deploy(
         cpus=cpus or float(threads),
         gpus=(0.0 if opened.recipe.target == "cpu" else 1.0) if gpus is None else gpus,
         drain_seconds=request_timeout or 3600.0,
+        autoscale=max_replicas
+        and AutoscaleConfig(ttft_seconds=ttft_target, min_replicas=replicas, max_replicas=max_replicas),
         http=HttpConfig(
             host=host,
             served_model_names=tuple(served_model_name or ()),

@@ -47,6 +47,12 @@ class Cluster:
             for name, details in present.get("applications", {}).items()
             if name not in mine and details.get("deployed_app_config")
         ]
+        paths = {other.get("route_prefix", "/"): other["name"] for other in others}
+        for application in config["applications"]:
+            path = application["route_prefix"]
+            if path in paths:
+                what = f"the application {paths[path]} has the path {path} already"
+                raise UserError(what, where=self.address, fix="give another --root-path, or its --name to replace it")
         self._call("PUT", config | {"applications": [*others, *config["applications"]]})
 
     def status(self, name: str) -> tuple[str, str]:

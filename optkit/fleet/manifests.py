@@ -58,7 +58,7 @@ def application(config: FleetConfig, name: str) -> dict[str, Any]:
         "import_path": IMPORT_PATH,
         "args": config.to_args(),
         "deployments": [
-            {"name": "EngineReplica", "num_replicas": config.replicas},
+            *([] if config.autoscale else [{"name": "EngineReplica", "num_replicas": config.replicas}]),
             {"name": "Api", "num_replicas": config.servers},
         ],
     }
@@ -75,6 +75,7 @@ def ray_service(config: FleetConfig, name: str, port: int, pods: Pods) -> dict[s
         "spec": {
             "serveConfigV2": yaml.safe_dump(serve_config(config, name, port), sort_keys=False),
             "rayClusterConfig": {
+                **({"enableInTreeAutoscaling": True} if config.autoscale else {}),
                 "rayVersion": pods.ray_version,
                 "headGroupSpec": {
                     "rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0"},
@@ -86,8 +87,8 @@ def ray_service(config: FleetConfig, name: str, port: int, pods: Pods) -> dict[s
                     {
                         "groupName": "replicas",
                         "replicas": config.replicas,
-                        "minReplicas": config.replicas,
-                        "maxReplicas": config.replicas,
+                        "minReplicas": config.autoscale.min_replicas if config.autoscale else config.replicas,
+                        "maxReplicas": config.most_replicas,
                         "rayStartParams": {},
                         "template": _pod("ray-worker", _resources(config, pods), pods, {}),
                     }

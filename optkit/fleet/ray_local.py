@@ -179,7 +179,7 @@ class _FleetServer(ServerProcess):
 
         self._engine = FleetEngine(RayMembers(APP), Router(digest_secret(APP)))
         making = asyncio.create_task(
-            fleet_app(self._engine, self._artifact, self._options, self._config.replicas)
+            fleet_app(self._engine, self._artifact, self._options, self._config.most_replicas)
         )
         try:
             while not making.done():

@@ -36,6 +36,17 @@ def test_serve_prints_the_config_of_the_artifact(artifact: Path, capsys: pytest.
     assert "very-secret" not in text
 
 
+def test_a_fleet_that_grows_names_its_limits(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--replicas", "2", "--max-replicas", "6", "--ttft-target", "0.7", "--print", "serve"]
+    assert run(["deploy", str(artifact), *flags]) == 0
+    (app,) = yaml.safe_load(capsys.readouterr().out)["applications"]
+    config = read_config(app["args"])
+    assert config.autoscale is not None and config.most_replicas == 6
+    assert (config.autoscale.min_replicas, config.autoscale.ttft_seconds) == (2, 0.7)
+    assert [part["name"] for part in app["deployments"]] == ["Api"]
+    assert run(["deploy", str(artifact), "--replicas", "2", "--max-replicas", "1"]) == 2
+
+
 def test_kuberay_prints_a_manifest_with_references_to_secrets(
     artifact: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
