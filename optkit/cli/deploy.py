@@ -50,14 +50,15 @@ def deploy(
         typer.Option(
             min=1,
             max=4096,
-            help="Let the fleet grow up to so many replicas, and shrink to --replicas again: by the predicted time to first "
-            "token and the backlog of tokens. Default: --replicas, always.",
+            help="Let the fleet grow up to so many replicas, and shrink to --replicas again: by the predicted time to "
+            "first token and the backlog of tokens. Default: --replicas, always.",
         ),
     ] = None,
     ttft_target: Annotated[
         float,
         typer.Option(
-            min=0.001, help="With --max-replicas: seconds to the first token (p95) beyond which the fleet grows."
+            min=0.001,
+            help="With --max-replicas: seconds to the first token (p95) beyond which the fleet grows.",
         ),
     ] = 2.0,
     name: Annotated[str, typer.Option(help="Name of the application; each name is a fleet.")] = "optkit",
@@ -208,8 +209,9 @@ def deploy(
         cpus=cpus or float(threads),
         gpus=(0.0 if opened.recipe.target == "cpu" else 1.0) if gpus is None else gpus,
         drain_seconds=request_timeout or 3600.0,
-        autoscale=max_replicas
-        and AutoscaleConfig(ttft_seconds=ttft_target, min_replicas=replicas, max_replicas=max_replicas),
+        autoscale=None
+        if max_replicas is None
+        else AutoscaleConfig(ttft_seconds=ttft_target, min_replicas=replicas, max_replicas=max_replicas),
         http=HttpConfig(
             host=host,
             served_model_names=tuple(served_model_name or ()),

@@ -73,7 +73,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         servers: number of processes with the HTTP server.
         cpus, gpus: reserved for each replica, on one node.
         drain_seconds: time for running answers when a replica leaves.
-        autoscale: the limits and the promise of a fleet that grows and shrinks, from ``replicas`` on; None: it does not.
+        autoscale: limits and promise of a fleet that grows and shrinks, with ``replicas`` at first; None: fixed.
         http: options of the server.
         factory: of the engines (``optkit.runtime.process.launch``); another one takes ``artifact`` for its own.
     """
