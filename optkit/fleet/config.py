@@ -15,6 +15,7 @@ import msgspec
 from optkit.artifact.manifest import content_digest
 from optkit.artifact.open import Artifact
 from optkit.errors import UserError
+from optkit.fleet.autoscale import AutoscaleConfig
 from optkit.machine.target import usable_cores
 from optkit.recipe.engine_options import checked, engine_options
 from optkit.runtime.process.launch import DEFAULT_FACTORY
@@ -72,6 +73,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         servers: number of processes with the HTTP server.
         cpus, gpus: reserved for each replica, on one node.
         drain_seconds: time for running answers when a replica leaves.
+        autoscale: limits and promise of a fleet that grows and shrinks, with ``replicas`` at first; None: fixed.
         http: options of the server.
         factory: of the engines (``optkit.runtime.process.launch``); another one takes ``artifact`` for its own.
     """
@@ -84,8 +86,14 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     cpus: float = 1.0
     gpus: float = 0.0
     drain_seconds: float = 600.0
+    autoscale: AutoscaleConfig | None = None
     http: HttpConfig = HttpConfig()
     factory: str = DEFAULT_FACTORY
+
+    @property
+    def most_replicas(self) -> int:
+        """The replicas of the fleet when it is full."""
+        return self.replicas if self.autoscale is None else self.autoscale.max_replicas
 
     def to_args(self) -> dict[str, Any]:
         """The config as JSON values, without what is default."""
@@ -119,7 +127,7 @@ def read_config(args: Mapping[str, Any]) -> FleetConfig:
     """
     try:
         config = msgspec.convert(dict(args), FleetConfig)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, ValueError) as error:
         raise UserError(str(error), where="args of the application") from error
     checked(config.engine)
     return config

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Protocol, cast
 
+from optkit.fleet.autoscale import Meter, ReplicaLoad
 from optkit.fleet.handover import HAND_OVER_SECONDS
 from optkit.fleet.replica import Mark, ReplicaGone, ReplicaReport, Work, replica_report
 from optkit.runtime.info import EngineInfo
@@ -43,6 +45,8 @@ class LocalReplica:
 
     def __init__(self, engine: ReportingEngine, replica_id: str, version: str = "") -> None:
         self._engine, self.replica_id, self._version = engine, replica_id, version
+        self._meter: Meter | None = None
+        self._reported: ReplicaReport | None = None
         self._running = 0
         self._is_draining = False
         self._idle = asyncio.Event()
@@ -61,6 +65,8 @@ class LocalReplica:
                     if output.error in DEATHS:
                         was_begun = output.error == ENGINE_DIED
                         raise ReplicaGone(output.error, was_begun=was_begun, replica_id=self.replica_id)
+                    if output.first is not None and self._meter is not None:
+                        self._meter.first_token(output.first, time.monotonic())
                     yield output
         finally:
             self._running -= 1
@@ -69,7 +75,7 @@ class LocalReplica:
 
     async def report(self, since: Mark) -> ReplicaReport:
         answer, info = await self._engine.report(since), self._engine.info
-        return replica_report(
+        self._reported = replica_report(
             answer.report or EngineReport(),
             self.replica_id,
             self._version,
@@ -81,6 +87,16 @@ class LocalReplica:
             kv_layout=info.kv_layout if info else "",
             peer_address=info.peer_address if info else "",
         )
+        return self._reported
+
+    def load(self) -> ReplicaLoad:
+        """The work of the replica by the last report, for autoscaling; to be asked for about once a second."""
+        info = self._engine.info
+        if self._reported is None or info is None:
+            return ReplicaLoad()
+        if self._meter is None:
+            self._meter = Meter(info.config.max_num_seqs)
+        return self._meter.observe(self._reported, time.monotonic())
 
     async def drain(self) -> None:
         self._is_draining = True

@@ -12,7 +12,10 @@ from optkit.fleet.config import FleetConfig
 
 IMPORT_PATH = "optkit.fleet.ray_app:build"
 KEY_VARIABLE, TOKEN_VARIABLE = "OPTKIT_API_KEY", "RAY_AUTH_TOKEN"
-SECRET_KEYS = {KEY_VARIABLE: "api-key", TOKEN_VARIABLE: "ray-token"}  # environment variable -> key of the Secret
+SECRET_KEYS = {
+    KEY_VARIABLE: "api-key",
+    TOKEN_VARIABLE: "ray-token",
+}  # environment variable -> key of the Secret
 VOLUME = "artifacts"
 PORTS = {"gcs-server": 6379, "dashboard": 8265, "client": 10001}
 
@@ -55,7 +58,7 @@ def application(config: FleetConfig, name: str) -> dict[str, Any]:
         "import_path": IMPORT_PATH,
         "args": config.to_args(),
         "deployments": [
-            {"name": "EngineReplica", "num_replicas": config.replicas},
+            *([] if config.autoscale else [{"name": "EngineReplica", "num_replicas": config.replicas}]),
             {"name": "Api", "num_replicas": config.servers},
         ],
     }
@@ -72,17 +75,20 @@ def ray_service(config: FleetConfig, name: str, port: int, pods: Pods) -> dict[s
         "spec": {
             "serveConfigV2": yaml.safe_dump(serve_config(config, name, port), sort_keys=False),
             "rayClusterConfig": {
+                **({"enableInTreeAutoscaling": True} if config.autoscale else {}),
                 "rayVersion": pods.ray_version,
                 "headGroupSpec": {
                     "rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0"},
-                    "template": _pod("ray-head", {"cpu": "2", "memory": "4Gi"}, pods, {**PORTS, "serve": port}),
+                    "template": _pod(
+                        "ray-head", {"cpu": "2", "memory": "4Gi"}, pods, {**PORTS, "serve": port}
+                    ),
                 },
                 "workerGroupSpecs": [
                     {
                         "groupName": "replicas",
                         "replicas": config.replicas,
-                        "minReplicas": config.replicas,
-                        "maxReplicas": config.replicas,
+                        "minReplicas": config.autoscale.min_replicas if config.autoscale else config.replicas,
+                        "maxReplicas": config.most_replicas,
                         "rayStartParams": {},
                         "template": _pod("ray-worker", _resources(config, pods), pods, {}),
                     }

@@ -15,7 +15,7 @@ STATES = ("ready", "draining", "restarting", "lost")
 
 
 class FleetMetrics(Collector):
-    """Collects from ``engine`` at scrape time. Replicas are labelled by their ids, of which a scrape has the present."""
+    """Collects from ``engine`` at scrape time. Labels are the ids of the present replicas."""
 
     def __init__(self, engine: FleetEngine) -> None:
         self._engine = engine
@@ -38,7 +38,11 @@ class FleetMetrics(Collector):
                 gauge.add_metric([name], getattr(report, field))
             yield gauge
         for metric, text, count in (
-            ("optkit:fleet_migrations", "Answers continued by another replica.", self._engine.failover.num_migrations),
+            (
+                "optkit:fleet_migrations",
+                "Answers continued by another replica.",
+                self._engine.failover.num_migrations,
+            ),
             ("optkit:fleet_moves", "Requests moved before they were begun.", self._engine.failover.num_moves),
         ):
             counter = CounterMetricFamily(metric, text)

@@ -91,6 +91,11 @@ class MockReplica:
         if was_alive and self.on_death is not None:
             self.on_death(self)
 
+    async def stop(self) -> None:
+        """End the replica."""
+        self.on_death = None
+        self.kill()
+
     async def generate(self, work: Work) -> AsyncGenerator[TokenOutput, None]:
         request = work.request
         name, engine = request.request_id, self._engine
@@ -99,7 +104,9 @@ class MockReplica:
         try:
             engine.add_request(request)
         except EngineRefusal as error:
-            yield TokenOutput(request_id=name, token_ids=(), finish_reason=FinishReason.ERROR, error=str(error))
+            yield TokenOutput(
+                request_id=name, token_ids=(), finish_reason=FinishReason.ERROR, error=str(error)
+            )
             return
         stream = self._streams[name] = _Stream()
         self._idle.clear()
@@ -126,7 +133,9 @@ class MockReplica:
             return ReplicaReport(replica_id=self._id, version=self.version, is_ready=False)
         scheduler, stats, cost = engine.scheduler, engine.stats(), engine.scheduler.cost
         prompts = [r for r in scheduler.running + scheduler.waiting if r.num_pending > 1]
-        step = cost.seconds(step_work(ScheduledRequest(r, 1) for r in scheduler.running if r.num_pending == 1))
+        step = cost.seconds(
+            step_work(ScheduledRequest(r, 1) for r in scheduler.running if r.num_pending == 1)
+        )
         return ReplicaReport(
             replica_id=self._id,
             version=self.version,
@@ -140,6 +149,7 @@ class MockReplica:
             kv_blocks_used=stats.kv_blocks_used,
             kv_blocks_total=stats.kv_blocks_total,
             block_size=engine.config.block_size,
+            stats=stats,
         )
 
     async def drain(self) -> None:

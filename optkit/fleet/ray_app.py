@@ -37,7 +37,7 @@ class Api:
         app = serve.get_replica_context().app_name
         self._engine = FleetEngine(RayMembers(app), Router(digest_secret(app)))
         artifact = await asyncio.to_thread(config.open)
-        self._fastapi, _ = await fleet_app(self._engine, artifact, options, config.replicas)
+        self._fastapi, _ = await fleet_app(self._engine, artifact, options, config.most_replicas)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._fastapi

@@ -88,7 +88,7 @@ class RayMembers:
                 actors = await asyncio.to_thread(self._actors, present.keys())
             except RayError as error:  # the head node restarts; replicas that live go on
                 log.warning("the cluster's actors can't be listed: %s", first_line(error))
-                actors = {name: None for name in present}
+                actors = dict.fromkeys(present)
             if actors.keys() != present.keys():
                 kept = {name: present[name] for name in present.keys() & actors.keys()}
                 come = {name: actor for name, actor in actors.items() if actor is not None}

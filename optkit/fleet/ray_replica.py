@@ -12,12 +12,14 @@ import logging
 import os
 from typing import Any
 
+import msgspec
 import ray
 from ray import serve
 from ray.exceptions import RayError
 
 from optkit.artifact.manifest import content_digest
 from optkit.errors import UserError, first_line
+from optkit.fleet.autoscale import metrics_of
 from optkit.fleet.config import FleetConfig, read_config
 from optkit.fleet.local import LocalReplica
 from optkit.fleet.replica import ReplicaGone
@@ -52,8 +54,13 @@ class Worker(ServedReplica):
             self._supervisor = await _supervised(self._config, self._secret)
         except UserError as error:
             return error.line()
-        super().__init__(LocalReplica(self._supervisor, self._replica_id, self._config.digest))
+        self._local = LocalReplica(self._supervisor, self._replica_id, self._config.digest)
+        super().__init__(self._local)
         return None
+
+    async def load(self) -> dict[str, float]:
+        """The work of the replica, as metrics of Ray Serve."""
+        return metrics_of(self._local.load())
 
     async def report(self, since: bytes) -> bytes:
         if self._supervisor is None:
@@ -134,6 +141,10 @@ class EngineReplica:
         log.error("the replica ends: %s", reason)
         os._exit(1)
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """The metrics for the autoscaling policy; Serve asks for them."""
+        return await self._worker.load.remote()  # type: ignore[no-any-return]
+
     async def __del__(self) -> None:
         """Let running answers finish, then end the engine; Serve sends no replica away in another way."""
         watching = getattr(self, "_watching", None)
@@ -150,13 +161,34 @@ def worker_name(app: str, replica_id: str) -> str:
     return f"{app}/{replica_id}"
 
 
+def replica_count(config: FleetConfig) -> dict[str, Any]:
+    """The number of replicas as options of a deployment: fixed, or by the autoscaling policy alone."""
+    if config.autoscale is None:
+        return {"num_replicas": config.replicas}
+    policy = {
+        "policy_function": "optkit.fleet.autoscale:PredictedTtftPolicy",
+        "policy_kwargs": msgspec.to_builtins(config.autoscale),
+    }
+    scaling = {
+        "min_replicas": config.autoscale.min_replicas,
+        "initial_replicas": config.replicas,
+        "max_replicas": config.autoscale.max_replicas,
+        "metrics_interval_s": 1.0,
+        "look_back_period_s": 2.0,
+        "upscale_delay_s": 0.0,  # the policy has delays of its own
+        "downscale_delay_s": 0.0,
+        "policy": policy,
+    }
+    return {"autoscaling_config": scaling}
+
+
 def replica_deployment(config: FleetConfig) -> serve.Deployment:
     """The deployment of the replicas: all of one replica on one node, as many replicas as the config says."""
     bundle = {"CPU": config.cpus} | ({"GPU": config.gpus} if config.gpus else {})
     return serve.deployment(  # type: ignore[no-any-return]
         EngineReplica,
         name="EngineReplica",
-        num_replicas=config.replicas,
+        **replica_count(config),
         ray_actor_options={"num_cpus": 0},
         placement_group_bundles=[bundle],
         placement_group_strategy="STRICT_PACK",

@@ -15,7 +15,16 @@ from optkit.runtime.kv.peers import KVSource
 from optkit.runtime.report import BlockChanges, EngineReport, Mark
 from optkit.runtime.types import EngineRequest, EngineStats, TokenOutput
 
-__all__ = ["BlockChanges", "Fetch", "Mark", "Replica", "ReplicaGone", "ReplicaReport", "Work", "replica_report"]
+__all__ = [
+    "BlockChanges",
+    "Fetch",
+    "Mark",
+    "Replica",
+    "ReplicaGone",
+    "ReplicaReport",
+    "Work",
+    "replica_report",
+]
 
 
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,9 +11,9 @@ import pytest
 
 from optkit.fleet.engine import FleetEngine
 from optkit.fleet.failover import Failover
+from optkit.runtime.prefill import PinInfo
 from optkit.runtime.process.client import ENGINE_DIED, ENGINE_GONE
 from optkit.runtime.process.ipc import PinList
-from optkit.runtime.prefill import PinInfo
 from optkit.runtime.types import EngineRequest, EngineStats, FinishReason, TokenOutput
 from tests.support.fleet import ChangingMembers, ask, fleet, fleet_of, local, on_loop, soon, tokens_of, within
 from tests.support.serve_fakes import FakeEngine, SteppedEngine
@@ -140,6 +140,7 @@ async def test_a_draining_replica_finishes_and_gets_nothing_new() -> None:
 @on_loop
 async def test_a_silent_replica_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("optkit.fleet.engine.SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr("optkit.fleet.router.STALE_SECONDS", 0.2)
     monkeypatch.setattr("optkit.fleet.engine.REPORT_SECONDS", 0.01)
     mute, good = engines(2)
     silent = local(mute, "0")
