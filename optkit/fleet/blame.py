@@ -25,7 +25,9 @@ from optkit.serve.quarantine import BLOCK_SECONDS, Remembered
 logger = logging.getLogger("optkit.fleet")
 
 REST_SECONDS = 0.25  # in which a replica that died or refused gets no request
-ONE_DEATH_SECONDS = 1.0  # in which the streams of a replica report its death; a new engine takes longer to load
+ONE_DEATH_SECONDS = (
+    1.0  # in which the streams of a replica report its death; a new engine takes longer to load
+)
 MOST_DEATHS = 2  # without an explanation, of a request
 
 

@@ -23,7 +23,9 @@ class Cluster:
         UserError: each method, when the cluster does not answer or refuses.
     """
 
-    def __init__(self, address: str, token: str | None = None, transport: httpx.BaseTransport | None = None) -> None:
+    def __init__(
+        self, address: str, token: str | None = None, transport: httpx.BaseTransport | None = None
+    ) -> None:
         if not address.startswith(("http://", "https://")):
             raise UserError(
                 "the address of a cluster is the URL of its dashboard",
@@ -32,7 +34,9 @@ class Cluster:
             )
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self.address = address.rstrip("/")
-        self._client = httpx.Client(base_url=self.address, headers=headers, timeout=TIMEOUT, transport=transport)
+        self._client = httpx.Client(
+            base_url=self.address, headers=headers, timeout=TIMEOUT, transport=transport
+        )
 
     def deploy(self, config: dict[str, Any]) -> None:
         """Apply the application in ``config``; other applications of the cluster stay."""
@@ -51,7 +55,9 @@ class Cluster:
         if found is None:
             return "NOT_STARTED", ""
         parts = found.get("deployments", {}).values()
-        return str(found["status"]), " ".join([found.get("message", ""), *(part["message"] for part in parts)])
+        return str(found["status"]), " ".join(
+            [found.get("message", ""), *(part["message"] for part in parts)]
+        )
 
     def wait(self, name: str, timeout: float) -> None:
         """Return when application ``name`` is running.

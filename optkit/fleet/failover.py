@@ -93,7 +93,9 @@ class _Stream:
     num_preemptions: int = 0  # by all replicas
     earlier_preemptions: int = 0  # by all replicas but the last
     has_first: bool = False
-    lost: tuple[str, bool, float] | None = None  # the replica, begun there or not, and the time, until the next output
+    lost: tuple[str, bool, float] | None = (
+        None  # the replica, begun there or not, and the time, until the next output
+    )
     _name: bytes | None = None
 
     @property

@@ -12,7 +12,10 @@ from optkit.fleet.config import FleetConfig
 
 IMPORT_PATH = "optkit.fleet.ray_app:build"
 KEY_VARIABLE, TOKEN_VARIABLE = "OPTKIT_API_KEY", "RAY_AUTH_TOKEN"
-SECRET_KEYS = {KEY_VARIABLE: "api-key", TOKEN_VARIABLE: "ray-token"}  # environment variable -> key of the Secret
+SECRET_KEYS = {
+    KEY_VARIABLE: "api-key",
+    TOKEN_VARIABLE: "ray-token",
+}  # environment variable -> key of the Secret
 VOLUME = "artifacts"
 PORTS = {"gcs-server": 6379, "dashboard": 8265, "client": 10001}
 
@@ -75,7 +78,9 @@ def ray_service(config: FleetConfig, name: str, port: int, pods: Pods) -> dict[s
                 "rayVersion": pods.ray_version,
                 "headGroupSpec": {
                     "rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0"},
-                    "template": _pod("ray-head", {"cpu": "2", "memory": "4Gi"}, pods, {**PORTS, "serve": port}),
+                    "template": _pod(
+                        "ray-head", {"cpu": "2", "memory": "4Gi"}, pods, {**PORTS, "serve": port}
+                    ),
                 },
                 "workerGroupSpecs": [
                     {

@@ -38,7 +38,11 @@ class FleetMetrics(Collector):
                 gauge.add_metric([name], getattr(report, field))
             yield gauge
         for metric, text, count in (
-            ("optkit:fleet_migrations", "Answers continued by another replica.", self._engine.failover.num_migrations),
+            (
+                "optkit:fleet_migrations",
+                "Answers continued by another replica.",
+                self._engine.failover.num_migrations,
+            ),
             ("optkit:fleet_moves", "Requests moved before they were begun.", self._engine.failover.num_moves),
         ):
             counter = CounterMetricFamily(metric, text)

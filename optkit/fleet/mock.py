@@ -190,7 +190,9 @@ class MockRunner(TokenKV):
             ids = self.write_and_read(item)
             for back in reversed(range(item.num_logits)):
                 likely = self.model.likely_after(ids[: len(ids) - back])
-                found[row, likely[::-1]] = np.arange(NUM_LIKELY, dtype=np.float32) / 4  # the first is the largest
+                found[row, likely[::-1]] = (
+                    np.arange(NUM_LIKELY, dtype=np.float32) / 4
+                )  # the first is the largest
                 row += 1
         self._wait(end)
         return torch.from_numpy(found)
@@ -278,5 +280,7 @@ def factory(artifact_dir: str, options: EngineOptions) -> Engine:
     time.sleep(model.load_seconds)
     engine = mock_engine(model, options)
     if not _is_json(artifact_dir):
-        engine.grammars = Grammars(partial(vocabulary, Path(artifact_dir) / "tokenizer.json", model.vocab_size))
+        engine.grammars = Grammars(
+            partial(vocabulary, Path(artifact_dir) / "tokenizer.json", model.vocab_size)
+        )
     return engine

@@ -99,7 +99,9 @@ class MockReplica:
         try:
             engine.add_request(request)
         except EngineRefusal as error:
-            yield TokenOutput(request_id=name, token_ids=(), finish_reason=FinishReason.ERROR, error=str(error))
+            yield TokenOutput(
+                request_id=name, token_ids=(), finish_reason=FinishReason.ERROR, error=str(error)
+            )
             return
         stream = self._streams[name] = _Stream()
         self._idle.clear()
@@ -126,7 +128,9 @@ class MockReplica:
             return ReplicaReport(replica_id=self._id, version=self.version, is_ready=False)
         scheduler, stats, cost = engine.scheduler, engine.stats(), engine.scheduler.cost
         prompts = [r for r in scheduler.running + scheduler.waiting if r.num_pending > 1]
-        step = cost.seconds(step_work(ScheduledRequest(r, 1) for r in scheduler.running if r.num_pending == 1))
+        step = cost.seconds(
+            step_work(ScheduledRequest(r, 1) for r in scheduler.running if r.num_pending == 1)
+        )
         return ReplicaReport(
             replica_id=self._id,
             version=self.version,

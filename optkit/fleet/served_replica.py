@@ -141,9 +141,7 @@ class ServedReplica:
             log.exception("request %s failed", name)
             link.put(
                 wire.Output(
-                    TokenOutput(
-                        request_id=name, token_ids=(), finish_reason=FinishReason.ERROR, error=FAILED
-                    )
+                    TokenOutput(request_id=name, token_ids=(), finish_reason=FinishReason.ERROR, error=FAILED)
                 )
             )
         finally:
