@@ -110,7 +110,9 @@ def bytes_a_block(num_blocks: int) -> float:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.fleet decision", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.fleet decision", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--replicas", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=2048, help="of a prompt")
     parser.add_argument("--blocks", type=int, default=20_000, help="of each replica's cache")

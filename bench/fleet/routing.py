@@ -167,9 +167,7 @@ def measure(
     per_token = 1 / TOKENS_PER_SECOND
     costs = StepCosts((STEP_SECONDS, per_token, per_token, 0.0, 0.0, 0.0))
     stretch = stretch_of(rows, scale, costs, replicas, load)
-    longest = max(
-        row.scaled(scale).input_len + max(1, round(row.output_len * output_scale)) for row in rows
-    )
+    longest = max(row.scaled(scale).input_len + max(1, round(row.output_len * output_scale)) for row in rows)
     limits = config(longest + 1, block_len(scale))
     return {
         name: simulate_fleet(
@@ -202,12 +200,16 @@ def rules_of(secret: bytes) -> dict[str, Rule]:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.fleet routing", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.fleet routing", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--trace", required=True, help="a file of Mooncake (JSON lines) or Azure (CSV)")
     parser.add_argument("--num-prompts", type=int, help="the first requests of the trace; default: all")
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--load", type=float, default=0.7)
-    parser.add_argument("--scale", type=float, help="factor on prompt lengths; default 1/32, or about 380 tokens")
+    parser.add_argument(
+        "--scale", type=float, help="factor on prompt lengths; default 1/32, or about 380 tokens"
+    )
     parser.add_argument("--output-scale", type=float, help="factor on answer lengths; default: as --scale")
     parser.add_argument("--p50", type=float, default=0.65, help="bound on the ratio to the shortest queue")
     parser.add_argument("--p95", type=float, default=0.60)
