@@ -21,7 +21,7 @@ OVER     = awk -F== 'NR == FNR {its[$$1]} NR == FNR || !($$1 in its)' $(1) const
 SOURCES := $(shell find optkit passes kernels/ops recipes -name '*.py' -o -name '*.cpp' -o -name '*.yaml')
 RESULTS := bench/results
 
-.PHONY: help demo test test-oldest lint format bench peers coverage soak chaos emulated arm sanitize clients load-clients browser wheel clean artifact-verified FORCE
+.PHONY: help demo test test-oldest lint format bench peers coverage soak chaos emulated arm sanitize fleet fleet-small clients load-clients browser wheel clean artifact-verified FORCE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -39,6 +39,7 @@ help:
 	@echo "make emulated tests of the native kernels on emulated AVX-VNNI, AVX-512 and AMX"
 	@echo "make sanitize native code under GCC's address, undefined-behaviour and thread sanitizers (an hour)"
 	@echo "make arm      native kernels for 64-bit Arm, cross-compiled and emulated (g++-aarch64-linux-gnu, qemu-user; minutes)"
+	@echo "make fleet    replicas on Ray Serve: servers, deaths, deployments (Ray is installed into .fleet, 0.4 GB)"
 	@echo "make clients  other projects' clients and agents, unmodified: chats, loads and tool loops to their end"
 	@echo "make load-clients  guidellm and aiperf, unmodified, for 'python -m bench.clients' (1 GB)"
 	@echo "make browser  the page at /demo and reports in headless Chromium, fetched from npm into .browser (0.3 GB; needs Node.js)"
@@ -211,6 +212,22 @@ browser: .browser/chromium $(VENV)/.test
 	    'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth
 	@touch $@
 
+# Ray and what it needs beyond .venv, whose packages are found behind those of .fleet.
+fleet: .fleet/.made $(VENV)/.model artifact-verified
+	OPTKIT_ARTIFACT=$(ARTIFACT) $(call WITHIN,1h) .fleet/bin/python -m pytest tests/fleet_ray $(ARGS)
+
+# In two minutes, without the model.
+fleet-small: .fleet/.made
+	$(call WITHIN,10m) .fleet/bin/python -m pytest tests/fleet_ray/test_replicas.py $(ARGS)
+
+.fleet/.made: tests/fleet_ray/requirements.txt | $(VENV)/.test
+	@echo "installing Ray into .fleet"
+	@$(PYTHON) -m venv --clear .fleet
+	@.fleet/bin/python $(LOCKED) $<
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(\"" + sysconfig.get_path("purelib") + "\")")' \
+	    > $$(.fleet/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/optkit.pth
+	@touch $@
+
 load-clients: .clients/.made .peers/aiperf/.made
 
 .peers/aiperf/.made: bench/clients/aiperf.txt
@@ -246,4 +263,4 @@ format: $(VENV)/.lint
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .clients .agents .browser .oldest artifact .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist ./*.egg-info
+	rm -rf $(VENV) .clients .agents .fleet .browser .oldest artifact .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist ./*.egg-info

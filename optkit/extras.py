@@ -19,6 +19,8 @@ EXTRAS = (
     "formats",
     "structured",
     "otel",
+    "kv-events",
+    "fleet",
 )  # the extras for users; further extras are for development
 
 

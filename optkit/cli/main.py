@@ -27,6 +27,7 @@ COMMANDS = {
     "optimize": "optkit.cli.optimize:optimize",
     "plan": "optkit.cli.plan:plan",
     "serve": "optkit.cli.serve:serve",
+    "deploy": "optkit.cli.deploy:deploy",
     "bench": "optkit.cli.bench:bench",
     "profile": "optkit.cli.profile:profile",
     "tune": "optkit.cli.tune:tune",

@@ -16,6 +16,7 @@ from optkit.machine import logs
 from optkit.recipe.engine_options import ACCESS
 
 CHAT, SEVERAL = "Chat, tools and sampling", "Several artifacts"  # groups in --help
+FLEET = "Several replicas"
 MIN_CACHE_BYTES = 1 << 20  # a few hundred short answers; less is a forgotten unit
 
 
@@ -212,6 +213,17 @@ def serve(
             "Default: 120.",
         ),
     ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=256,
+            rich_help_panel=FLEET,
+            help="Serve the artifact by so many replicas on this machine, each an engine with its own weights, KV "
+            "cache and share of the cores. Ray Serve keeps them alive (needs optkit[fleet]). For more machines: optkit "
+            "deploy.",
+        ),
+    ] = None,
     log_format: Annotated[
         LogFormat, typer.Option(rich_help_panel=ACCESS, help="Log lines for people or for machines.")
     ] = LogFormat.text,
@@ -243,6 +255,8 @@ def serve(
     Example: optkit serve artifact/ --port 8000 --kv-cache-bytes 1GiB
 
     Example: optkit serve chat=small/ code=large/ --memory-budget 6GiB
+
+    Example: optkit serve artifact/ --replicas 4
     """
     need_extra("serve", "optkit serve")
     logs.configure(log_format.value)
@@ -250,11 +264,14 @@ def serve(
     on_demand = len(named) > 1 or any(
         value is not None for value in (memory_budget, idle_timeout, load_timeout)
     )
+    if replicas is not None:
+        need_extra("fleet", "--replicas")
+        check_alone(on_demand)
     names = tuple(name for name, _ in named[:1] if name and not on_demand) + tuple(served_model_name or ())
     from optkit.runtime.process.launch import launch
 
     with (
-        nullcontext() if on_demand else launch() as launched
+        nullcontext() if on_demand or replicas else launch() as launched
     ):  # the engine process imports while this process does
         from optkit.serve.http.address import read_api_keys
         from optkit.serve.server import ServeOptions, run
@@ -281,6 +298,10 @@ def serve(
             ssl_keyfile=ssl_keyfile,
             engine=engine_options,
         )
+        if replicas is not None:
+            from optkit.fleet.ray_local import run as run_fleet
+
+            raise typer.Exit(run_fleet(named[0][1], options, replicas))
         if not on_demand:
             raise typer.Exit(run(named[0][1], options, launched=launched))
     from optkit.serve.models.server import NamedArtifact, PoolOptions, run_models
@@ -290,6 +311,14 @@ def serve(
     memory = PoolOptions(None if memory_budget is None else size(memory_budget, "--memory-budget"), **given)
     found = [NamedArtifact(directory, name) for name, directory in named]
     raise typer.Exit(run_models(found, options, memory))
+
+
+def check_alone(on_demand: bool) -> None:
+    """Raise UserError for options that a fleet does not have."""
+    if on_demand:
+        what = "replicas are of one artifact, which is always loaded"
+        fix = "leave out the further artifacts, --memory-budget, --idle-timeout and --load-timeout"
+        raise UserError(what, where="--replicas", fix=fix)
 
 
 def name_and_directory(text: str) -> tuple[str | None, Path]:

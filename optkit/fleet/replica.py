@@ -7,38 +7,24 @@ A replica is an engine process with a supervisor, behind Ray or in the same proc
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
-from optkit.runtime.types import EngineRequest, TokenOutput
+from optkit.runtime.kv.peers import KVSource
+from optkit.runtime.report import BlockChanges, EngineReport, Mark
+from optkit.runtime.types import EngineRequest, EngineStats, TokenOutput
 
-
-class Mark(msgspec.Struct, frozen=True):
-    """A place in the history of a replica's prefix cache.
-
-    Attributes:
-        epoch: of the engine process; another epoch starts with an empty cache.
-        sequence: the number of changes since the epoch began.
-    """
-
-    epoch: str = ""
-    sequence: int = 0
-
-
-class BlockChanges(msgspec.Struct, frozen=True):
-    """The changes of a replica's published blocks after a mark.
-
-    Attributes:
-        mark: the place after these changes.
-        is_snapshot: ``added`` has all blocks of the replica, because the asked mark was of another epoch or too old.
-        added, dropped: digests of full blocks (``PrefixCache.digests``), in order; no digest is in both.
-    """
-
-    mark: Mark
-    is_snapshot: bool = False
-    added: tuple[bytes, ...] = ()
-    dropped: tuple[bytes, ...] = ()
+__all__ = [
+    "BlockChanges",
+    "Fetch",
+    "Mark",
+    "Replica",
+    "ReplicaGone",
+    "ReplicaReport",
+    "Work",
+    "replica_report",
+]
 
 
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,12 +41,17 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
         num_running, num_waiting: requests.
         waiting_tokens: tokens of prompts, not computed yet.
         kv_blocks_used, kv_blocks_total: of the pool.
+        kv_blocks_host: of the offload store.
         block_size: tokens of a block.
         block_bytes: of a block's KV, over all layers.
         kv_layout: digest of the meaning of a block's bytes; blocks go only between equal layouts.
         peer_address: host and port for other replicas to fetch blocks; empty: no blocks are given.
         prefill_weight: 1: any work; above 1: preferred for prompts of other replicas; 0: none of other replicas.
+        holds_ends: as in ``EngineReport``.
         changes: of the published blocks after the asked mark.
+        stats: gauges and counters of the engine.
+        num_restarts: engines of the replica started after the first.
+        is_restarting: the engine is gone, and a new engine is being started.
     """
 
     replica_id: str
@@ -75,12 +66,22 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     waiting_tokens: int = 0
     kv_blocks_used: int = 0
     kv_blocks_total: int = 0
+    kv_blocks_host: int = 0
     block_size: int = 32
     block_bytes: int = 0
     kv_layout: str = ""
     peer_address: str = ""
     prefill_weight: float = 1.0
+    holds_ends: bool = False
     changes: BlockChanges | None = None
+    stats: EngineStats = EngineStats()
+    num_restarts: int = 0
+    is_restarting: bool = False
+
+
+def replica_report(engine: EngineReport, replica_id: str, version: str, **facts: Any) -> ReplicaReport:
+    """The report of a replica with ``engine``; ``facts`` are further fields, such as ``is_draining``."""
+    return ReplicaReport(replica_id=replica_id, version=version, **msgspec.structs.asdict(engine), **facts)
 
 
 class Fetch(msgspec.Struct, frozen=True):
@@ -113,17 +114,26 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     digests: tuple[bytes, ...] = ()
     fetch: Fetch | None = None
 
+    @property
+    def sourced(self) -> EngineRequest:
+        """The request, with the source of KV in ``fetch``."""
+        if self.fetch is None:
+            return self.request
+        source = KVSource(address=self.fetch.address, computes=self.fetch.computes)
+        return msgspec.structs.replace(self.request, source=source)
+
 
 class ReplicaGone(Exception):
     """A replica, its engine or its node ended before the last token of an answer.
 
     Attributes:
         was_begun: the engine had begun to compute the request, so the request may be the cause.
+        replica_id: of the replica; empty: no replica was there to ask.
     """
 
-    def __init__(self, reason: str, *, was_begun: bool) -> None:
+    def __init__(self, reason: str, *, was_begun: bool, replica_id: str = "") -> None:
         super().__init__(reason)
-        self.was_begun = was_begun
+        self.was_begun, self.replica_id = was_begun, replica_id
 
 
 class Replica(Protocol):

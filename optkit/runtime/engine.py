@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
@@ -27,14 +28,17 @@ from optkit.profiling.observer import NoObserver, StepObserver, Work
 from optkit.runtime.embedding import Embedder, Embedding, MakeEmbedder
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.kv.offload import CorruptBlock, HostBlockStore
+from optkit.runtime.kv.peers import Peers
 from optkit.runtime.kv.pools import memory_plan
 from optkit.runtime.kv.shareable import note_step
 from optkit.runtime.pooling import MAX_TEXTS, Pooling
 from optkit.runtime.prefill import PinInfo
+from optkit.runtime.report import EngineReport, Mark
 from optkit.runtime.sampling.logprobs import LogprobRunner
 from optkit.runtime.sampling.sampler import sample
 from optkit.runtime.sampling.speculative import first_rows, verify
 from optkit.runtime.scheduling.cost_model import CostModel
+from optkit.runtime.scheduling.reporting import report
 from optkit.runtime.scheduling.scheduler import Proposer, Result, Scheduler, SchedulerConfig
 from optkit.runtime.structured.compiler import Grammars
 from optkit.runtime.types import (
@@ -74,6 +78,11 @@ class Engine:
         make_embedder: makes the embedder at the first use; None where there is none, as on GPUs.
         grammars: compiles the constraints of requests; None for an engine without a tokenizer, which refuses them.
         observer: is told of each step, for a profile.
+        turn: held by the thread that reads or changes the tables of requests and blocks. Free while the model computes,
+            so that KV can come and go meanwhile (``optkit.runtime.kv.exchange``); notified after each step.
+        abandoned: ids of requests that another thread added and that end before the next step.
+        wake: ends the sleep of a thread that waits for work.
+        peers: exchanges KV with other engines; None for an engine alone.
     """
 
     scheduler_class: type[Scheduler] = Scheduler
@@ -105,6 +114,9 @@ class Engine:
         self._copy_seconds = 0.0  # of a block, one way
         self.departed: Callable[[], AbstractSet[str]] = frozenset
         self.observer: StepObserver = NoObserver()
+        self.turn, self.abandoned = threading.Condition(), set[str]()
+        self.wake: Callable[[], None] = _sleepless
+        self.peers: Peers | None = None
         self.make_embedder: MakeEmbedder | None = None
         self._embedder: Embedder | None = None
         self._ids = itertools.count()
@@ -112,7 +124,7 @@ class Engine:
     def step(self) -> list[TokenOutput]:
         """Compute the next tokens of the running requests."""
         self.observer.begin()
-        batch = self._transfer(self.scheduler.schedule())
+        batch = self._planned()
         if self.observer.is_on:
             self.observer.scheduled(work_of(batch))
         if not batch.items:
@@ -123,9 +135,22 @@ class Engine:
         except StepCancelled:
             batch, results = Batch(()), []
         self.observer.sampled()
-        outputs = self.logprobs.attach(batch, self.scheduler.update(batch, results))
+        with self.turn:
+            outputs = self.logprobs.attach(batch, self.scheduler.update(batch, results))
+            self.turn.notify_all()
         self.observer.end()
         return outputs
+
+    def _planned(self) -> Batch:
+        """The work of the next step, after the copies of KV."""
+        with self.turn:
+            while self.abandoned:
+                self.scheduler.abort(self.abandoned.pop())
+            return self._transfer(self.scheduler.schedule())
+
+    def settle(self) -> None:
+        """Make the copies of KV between pool and store that are due. The caller has the turn."""
+        self._transfer(Batch((), self.scheduler.kv.take_transfers()))
 
     def _wait_for_grammar(self) -> None:
         """Sleep while every request waits for its grammar to be compiled, ``GRAMMAR_WAIT_SECONDS`` at most."""
@@ -222,7 +247,9 @@ class Engine:
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request; ``EngineRefusal`` if it can never be served."""
         self._check_ids(request.prompt_ids + request.sampling.named_tokens)
-        self.scheduler.add(request, self._matcher(request.sampling))
+        matcher = self._matcher(request.sampling)
+        with self.turn:
+            self.scheduler.add(request, matcher)
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         """Refuse token ids outside of the vocabulary, by which native code would index."""
@@ -242,22 +269,47 @@ class Engine:
         """Drop a request and free the KV, or drop texts to embed; None for an unknown request."""
         if self._embedder is not None and self._embedder.abort(request_id):
             return None
-        return self.scheduler.abort(request_id)
+        with self.turn:
+            return self.scheduler.abort(request_id)
 
     def reset_prefix_cache(self) -> None:
         """Forget the KV outside of running requests, in the pool and offloaded."""
-        self.scheduler.reset_prefix_cache()
+        with self.turn:
+            self.scheduler.reset_prefix_cache()
 
     def pins(self) -> list[PinInfo]:
         """The pinned prefixes, the oldest first."""
         kv, now = self.scheduler.kv, self.scheduler.clock()
-        kv.pins.expire(now)
-        size = self.runner.kv_bytes // (self.config.num_blocks + any(self.config.kv_windows))
-        return [pin.info(now, self.config.block_size, size) for pin in kv.pins]
+        with self.turn:
+            kv.pins.expire(now)
+        return [pin.info(now, self.config.block_size, self.block_bytes) for pin in kv.pins]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of KV, over all layers of a group."""
+        return self.runner.kv_bytes // (self.config.num_blocks + any(self.config.kv_windows))
+
+    def report(self, since: Mark, *, in_step: bool = False) -> EngineReport:
+        """The load and the predicted times, with the changes of the cached blocks after ``since``.
+
+        Args:
+            in_step: the answer is given in the middle of a step.
+        """
+        with self.turn:
+            return report(self.scheduler, since, self.block_bytes, in_step=in_step)
+
+    def share_digests(self, secret: bytes) -> None:
+        """Give the prefix cache digests that processes with the same ``secret`` can compare; before the first request.
+
+        Raises:
+            ValueError: the secret has a wrong length.
+        """
+        self.scheduler.kv.rekey(secret)
 
     def unpin(self, name: str) -> bool:
         """End a pin; the KV stays cached until the room is needed. False where there is no such pin."""
-        return self.scheduler.kv.pins.drop(name)
+        with self.turn:
+            return self.scheduler.kv.pins.drop(name)
 
     def add_embedding(self, request_id: str, prompts: Sequence[Sequence[int]], pooling: Pooling) -> None:
         """Queue texts of token ids to embed (``optkit.runtime.embedding``).
@@ -312,7 +364,9 @@ class Engine:
                     return message.stacked()
 
     def stats(self) -> EngineStats:
-        return self.scheduler.stats()
+        with self.turn:
+            stats = self.scheduler.stats()
+        return msgspec.structs.replace(stats, **self.peers.counters()) if self.peers else stats
 
     def info(self) -> EngineInfo:
         """The limits and the memory plan."""
@@ -335,6 +389,8 @@ class Engine:
             memory_plan=plan,
             vocab_size=runner.vocab_size,
             gpu_memory_utilization=self.memory_share,
+            kv_layout=self.peers.layout if self.peers else "",
+            peer_address=self.peers.address if self.peers else "",
         )
 
     def generate(
@@ -360,6 +416,10 @@ class Engine:
                     raise RequestFailed(output.error)
                 texts[output.request_id] += output.token_ids
         return list(texts.values())
+
+
+def _sleepless() -> None:
+    """The default of ``Engine.wake``: the caller of ``step`` never sleeps."""
 
 
 def work_of(batch: Batch) -> list[Work]:

@@ -34,6 +34,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     Attributes:
         vocab_size: token ids of the model are in [0, vocab_size).
+        kv_layout: digest of the meaning of the bytes of a KV block; empty: the engine exchanges no blocks.
+        peer_address: host and port at which other engines fetch blocks; empty: none are given.
         gpu_memory_utilization: the share of a GPU's memory, when the KV cache got the rest of the share.
         load_seconds: time of loading; set by the process, like ``pid``.
     """
@@ -42,5 +44,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     memory_plan: MemoryPlan
     vocab_size: int
     gpu_memory_utilization: float | None = None
+    kv_layout: str = ""
+    peer_address: str = ""
     load_seconds: float = 0.0
     pid: int = 0

@@ -107,7 +107,7 @@ class OverlapScheduler(Scheduler):
     def advance(self, batch: Batch) -> PlannedStep:
         """Go on as if ``batch``, just queued, had run."""
         shape = step_work(batch.items)
-        return PlannedStep(batch, tuple(map(self._advance, batch.items)), shape, self._step_start)
+        return PlannedStep(batch, tuple(map(self._advance, batch.items)), shape, self.step_start)
 
     def complete(self, planned: PlannedStep, results: list[Result]) -> list[TokenOutput]:
         """Record the results of a planned step, as ``update`` does."""
@@ -205,25 +205,28 @@ class OverlapEngine(Engine):
     def step(self) -> list[TokenOutput]:
         """Queue the next step, then complete the step before."""
         self.observer.begin()
-        batch = self._transfer(self.scheduler.schedule())
+        batch = self._planned()
         if self.observer.is_on:
             self.observer.scheduled(work_of(batch))
         if not batch.items and self._pending is None:
             self._wait_for_grammar()
-        before, self._pending = self._pending, self._launch(batch) if batch.items else None
+        with self.turn:
+            before, self._pending = self._pending, self._launch(batch) if batch.items else None
         runs_now = bool(batch.items) and self._pending is None
         outputs = self._complete(*before) if before is not None else []
         if runs_now:
             outputs += self._run_now(batch)
         self.observer.end()
-        return outputs + self.scheduler.take_lost()
+        with self.turn:
+            self.turn.notify_all()
+            return outputs + self.scheduler.take_lost()
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work or self._pending is not None
 
     def stats(self) -> EngineStats:
-        return msgspec.structs.replace(self.scheduler.stats(), **self.runner.counters())
+        return msgspec.structs.replace(super().stats(), **self.runner.counters())
 
     def _launch(self, batch: Batch) -> tuple[PendingStep, PlannedStep] | None:
         """The queued step, or None if the batch must wait for the step before."""
@@ -249,14 +252,17 @@ class OverlapEngine(Engine):
         except Exception:
             logger.exception("the results of a batch of %d requests were lost", len(planned.expected))
             return self._run_again(planned)
-        return self.scheduler.complete(planned, results)
+        with self.turn:
+            return self.scheduler.complete(planned, results)
 
     def _run_again(self, planned: PlannedStep) -> list[TokenOutput]:
         """Run a step synchronously after its results were lost; a later step goes back to the scheduler."""
         after, self._pending = self._pending, None
-        if after is not None:
-            self.scheduler.retract(after[1])
-        return self._run_now(self.scheduler.retract(planned))
+        with self.turn:
+            if after is not None:
+                self.scheduler.retract(after[1])
+            batch = self.scheduler.retract(planned)
+        return self._run_now(batch)
 
     def _run_now(self, batch: Batch) -> list[TokenOutput]:
         """Run the step as ``Engine`` does, for the requests still running after the last step."""
@@ -265,7 +271,8 @@ class OverlapEngine(Engine):
         if not batch.items:
             return []
         results = self._run(batch)
-        return self.logprobs.attach(batch, self.scheduler.update(batch, results))
+        with self.turn:
+            return self.logprobs.attach(batch, self.scheduler.update(batch, results))
 
 
 def as_result(token: int | Failure) -> Result:

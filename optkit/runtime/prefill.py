@@ -12,17 +12,20 @@ NOT_CACHED = "the KV of this prompt could not be kept"
 
 
 class Prefill(msgspec.Struct, frozen=True, kw_only=True):
-    """Makes an ``EngineRequest`` compute the KV of its prompt at low priority and generate nothing.
+    """Makes an ``EngineRequest`` compute the KV of its prompt, at low priority, and generate nothing.
 
     Attributes:
         pin: name under which the prefix is pinned, in the place of an earlier pin of the name; "" leaves the KV to
             the prefix cache.
         lease: seconds after which the pin ends, unless it is renewed; None pins until it is dropped. A lease gives way
             to a pin without one.
+        is_urgent: another engine waits for the KV, to answer a client. The prompt takes its turn like a prompt with an
+            answer, in chunks of ``URGENT_TOKENS``, so that finished chunks travel while the next is computed.
     """
 
     pin: str = ""
     lease: float | None = None
+    is_urgent: bool = False
 
 
 class PinInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
+from optkit.runtime.kv.peers import KVSource
 from optkit.runtime.prefill import Prefill
 
 if TYPE_CHECKING:
@@ -110,6 +111,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
         priority: a smaller value is served earlier; ignored by ``fcfs``.
         cache_salt: requests of different salts share no KV.
         prefill: for a request that computes the KV of its prompt and generates nothing.
+        source: another engine with KV of the prompt; None: none.
+        continued: the last tokens of ``prompt_ids`` that are no prompt, but the beginning of the answer, from an
+            engine that died. The answer goes on as if undisturbed: numbers drawn by a seed, penalties, ``min_tokens``,
+            ``max_tokens``, bad words and the constraint count the tokens. Outputs have the following tokens alone.
     """
 
     request_id: str
@@ -119,6 +124,13 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     priority: int = 0
     cache_salt: str = ""
     prefill: Prefill | None = None
+    source: KVSource | None = None
+    continued: int = 0
+
+    @property
+    def num_prompt(self) -> int:
+        """The number of tokens of the prompt."""
+        return len(self.prompt_ids) - self.continued
 
     @property
     def reads_prefix_cache(self) -> bool:
@@ -176,6 +188,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
         retry_after: seconds after which a request refused for lack of time may come again.
         first: with the first token, or with an end without a token.
         num_preemptions: of the request so far.
+        num_migrations: of the request so far, from a replica that died to another (``optkit.fleet.failover``).
         num_prefilled: tokens with cached KV, at the end of a request without an answer.
     """
 
@@ -190,6 +203,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     stop_token: int | None = None
     num_preemptions: int = 0
     num_prefilled: int = 0
+    num_migrations: int = 0
 
     @property
     def generated_ids(self) -> tuple[int, ...]:
@@ -207,6 +221,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     computed again for lack of a checkpoint of the recurrent state. ``kv_blocks_pinned`` are among those used. On a
     GPU ``graph_captures`` and ``kernel_compilations`` stay constant once the engine is warm, and ``eager_steps`` fit
     no bucket. ``forced_tokens`` had no alternative in a constraint and were computed together with the token before.
+    ``kv_blocks_fetched`` came from other engines; cached blocks of ``kv_bytes_fetched`` took
+    ``kv_fetch_microseconds``, ``kv_blocks_rejected`` had wrong bytes,
+    ``kv_blocks_sent`` went to other engines, and ``kv_fetch_failures`` fetches ended early or brought nothing.
     """
 
     num_running: int = 0
@@ -235,6 +252,13 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     eager_steps: int = 0
     kernel_compilations: int = 0
     forced_tokens: int = 0
+    kv_fetches: int = 0
+    kv_fetch_failures: int = 0
+    kv_fetch_microseconds: int = 0
+    kv_bytes_fetched: int = 0
+    kv_blocks_fetched: int = 0
+    kv_blocks_rejected: int = 0
+    kv_blocks_sent: int = 0
 
 
 @dataclass(frozen=True)
@@ -312,6 +336,7 @@ class Request:
         first_blocks: for each block table the number of ``NO_BLOCK`` entries, which are the first.
         num_reserved: blocks reserved for the rest of the prefill.
         num_admitted: tokens known at the admission, whose KV is computed by the prefill.
+        num_uncached: tokens without cached KV on arrival.
         state_slot: the slot of the recurrent state, for models that have one; ``NO_SLOT`` without.
         borders: numbers of tokens after which a checkpoint of the recurrent state is taken, ascending.
         rolling: the node with the request's latest checkpoint in the answer.
@@ -333,6 +358,7 @@ class Request:
     first_blocks: list[int] = field(default_factory=list)
     num_reserved: int = 0
     num_admitted: int = 0
+    num_uncached: int = 0
     state_slot: int = NO_SLOT
     borders: tuple[int, ...] = ()
     rolling: Node | None = None
@@ -357,11 +383,11 @@ class Request:
 
     @property
     def num_prompt(self) -> int:
-        return len(self.received.prompt_ids)
+        return self.received.num_prompt
 
     @property
     def num_output(self) -> int:
-        return len(self.token_ids) - len(self.received.prompt_ids)
+        return len(self.token_ids) - self.num_prompt
 
     @property
     def num_pending(self) -> int:
@@ -372,6 +398,11 @@ class Request:
     def is_prefill_only(self) -> bool:
         """True for a request that generates nothing."""
         return self.received.prefill is not None
+
+    @property
+    def is_background(self) -> bool:
+        """True for a request that generates nothing and that nobody waits for."""
+        return self.received.prefill is not None and not self.received.prefill.is_urgent
 
     @property
     def is_pending(self) -> bool:

@@ -39,6 +39,7 @@ class EngineGauges(Collector):
             ("vllm:num_requests_running", "Sequences in the running batch.", stats.num_running),
             ("vllm:num_requests_waiting", "Sequences waiting to run.", stats.num_waiting),
             ("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1.", used),
+            ("vllm:gpu_cache_usage_perc", "The same under vLLM's old name, which routers read.", used),
             (
                 "optkit:kv_cached_blocks",
                 "KV blocks of no sequence, kept for prompts.",
@@ -63,6 +64,8 @@ class EngineGauges(Collector):
             ("vllm:num_preemptions", "Preempted sequences.", stats.num_preemptions),
             ("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_cache_queries),
             ("vllm:prefix_cache_hits", "Prompt tokens found.", stats.prefix_cache_hits),
+            ("vllm:gpu_prefix_cache_queries", "The same under vLLM's old name.", stats.prefix_cache_queries),
+            ("vllm:gpu_prefix_cache_hits", "The same under vLLM's old name.", stats.prefix_cache_hits),
             (
                 "optkit:prefix_cache_lost_tokens",
                 "Prompt tokens found, but computed again for lack of a checkpoint of the recurrent state.",
@@ -78,6 +81,11 @@ class EngineGauges(Collector):
             ("vllm:spec_decode_num_accepted_tokens", "Guesses that were right.", accepted),
             ("optkit:kv_offload_saved_blocks", "KV blocks saved to the store.", stats.offload_saves),
             ("optkit:kv_offload_loaded_blocks", "KV blocks loaded from it.", stats.offload_loads),
+            ("optkit:kv_fetched_blocks", "KV blocks fetched from other replicas.", stats.kv_blocks_fetched),
+            ("optkit:kv_sent_blocks", "KV blocks sent to other replicas.", stats.kv_blocks_sent),
+            ("optkit:kv_fetches", "Fetches of KV from other replicas.", stats.kv_fetches),
+            ("optkit:kv_fetch_failures", "Fetches that ended early.", stats.kv_fetch_failures),
+            ("optkit:kv_rejected_blocks", "KV blocks with a wrong checksum.", stats.kv_blocks_rejected),
             ("optkit:engine_restarts", "Engines started after the first.", self._restarts()),
             ("optkit:graph_captures", "CUDA graphs captured; none once warm.", stats.graph_captures),
             ("optkit:graph_replays", "Steps run as a captured graph.", stats.graph_replays),

@@ -85,7 +85,7 @@ class Quarantine:
                 return
             if self._probed == request.request_id:
                 await self._until_ready()
-            count = 0
+            count = request.continued
             async with aclosing(cast(AsyncGenerator[TokenOutput, None], source(request))) as outputs:
                 async for output in outputs:
                     count += len(output.token_ids)
@@ -139,9 +139,10 @@ class Remembered(dict[bytes, V]):
 
 
 def fingerprint(request: EngineRequest) -> bytes:
-    """A hash of prompt and sampling parameters, without the seed."""
+    """A hash of prompt and sampling parameters, without the seed; the same for an answer that goes on elsewhere."""
     sampling = msgspec.structs.replace(request.sampling, seed=None)
-    return hashlib.sha256(msgspec.msgpack.encode((request.prompt_ids, sampling))).digest()
+    prompt = request.prompt_ids[: request.num_prompt]
+    return hashlib.sha256(msgspec.msgpack.encode((prompt, sampling))).digest()
 
 
 def refusal(request: EngineRequest) -> TokenOutput:

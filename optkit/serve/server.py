@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from optkit.artifact.open import Artifact
+    from optkit.runtime.kv.peers import PeerSetup
     from optkit.runtime.process.client import EngineClient
     from optkit.runtime.process.launch import Launched
 
@@ -114,9 +115,15 @@ def run(
 
 
 def client_maker(
-    artifact: Artifact, engine: EngineOptions, launched: Launched | None
+    artifact: Artifact,
+    engine: EngineOptions,
+    launched: Launched | None,
+    cache_secret: bytes = b"",
+    peers: PeerSetup | None = None,
 ) -> Callable[[], EngineClient]:
     """A maker of clients for engines of ``artifact``; the first client takes the process that was launched early.
+
+    ``cache_secret``, ``peers``: as in ``EngineClient``.
 
     For each later client the maker raises UserError when another artifact is in the directory: tokenizer, limits and
     kept answers of the server are those of ``artifact``, and an engine does not check the files.
@@ -128,7 +135,10 @@ def client_maker(
     def make_client() -> EngineClient:
         if not first:
             artifact.check_present()
-        return EngineClient(str(artifact.directory), engine, launched=first.pop() if first else None)
+        waiting = first.pop() if first else None
+        return EngineClient(
+            str(artifact.directory), engine, launched=waiting, cache_secret=cache_secret, peers=peers
+        )
 
     return make_client
 

@@ -24,7 +24,8 @@ from optkit.errors import UserError
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.pooling import Pooling
 from optkit.runtime.process.client import EngineClient, EngineDied
-from optkit.runtime.process.ipc import Embedded, PinList, Profiled
+from optkit.runtime.process.ipc import Embedded, PinList, Profiled, Reported
+from optkit.runtime.report import Mark
 from optkit.runtime.types import EngineRequest, EngineStats, TokenOutput
 from optkit.serve.quarantine import Quarantine
 
@@ -82,6 +83,14 @@ class EngineSupervisor:
     async def pins(self, drop: str | None = None) -> PinList:
         """The pinned prefixes, after the pin ``drop`` has ended."""
         return await self._client.pins(drop)
+
+    async def take_over(self, address: str, num_bytes: int) -> None:
+        """Have the engine fetch the most recently used blocks of the engine at ``address``, which leaves."""
+        await self._client.take_over(address, num_bytes)
+
+    async def report(self, since: Mark) -> Reported:
+        """Load, predicted times, and the changes of the cached blocks after ``since``."""
+        return await self._client.report(since)
 
     async def start_profile(self, steps: int) -> Profiled:
         return await self._client.start_profile(steps)

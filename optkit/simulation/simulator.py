@@ -26,13 +26,12 @@ import numpy as np
 from optkit.bench.records import Chunk, RequestRecord
 from optkit.bench.workload import BenchRequest
 from optkit.runtime.scheduling.config import SchedulerConfig
-from optkit.runtime.scheduling.cost_model import CostModel, chunk_work
 from optkit.runtime.scheduling.scheduler import Scheduler
 from optkit.runtime.types import EngineRefusal, EngineRequest, FirstToken, SamplingParams, ScheduledRequest
+from optkit.simulation.step_costs import taught_cost_model
 
 MOST_LOAD = 0.9  # of the capacity
 TOKEN = 5  # any; simulated answers end by their length
-WARM_STEPS = ((64, 0), (1, 64), (256, 0), (1, 256))  # (tokens, context) that teach the scheduler's cost model
 
 
 class Costs(Protocol):
@@ -163,7 +162,7 @@ class _Run:
         self.now = 0.0
         self.costs, self.overheads = costs, overheads
         self.requests = {str(request.index): request for request in requests}
-        self.scheduler = Scheduler(config, self._clock, self._taught())
+        self.scheduler = Scheduler(config, self._clock, taught_cost_model(costs.alone))
         self.due = deque(sorted(requests, key=lambda request: request.arrival))
         self.slots = [0.0] * min(clients or len(requests), len(requests))  # when each client is free
         self.entering: list[tuple[float, int]] = []  # arrivals at the engine's queue
@@ -172,13 +171,6 @@ class _Run:
 
     def _clock(self) -> float:
         return self.now
-
-    def _taught(self) -> CostModel:
-        """The cost model of a scheduler after the first requests."""
-        model = CostModel()
-        for tokens, context in WARM_STEPS * 3:
-            model.observe(chunk_work(tokens, context, rows=1), self.costs.alone(tokens, context))
-        return model
 
     def result(self) -> Simulation:
         self._send()

@@ -16,14 +16,16 @@ found by trying each.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from optkit.runtime.scheduling.cost_model import CostModel, chunk_work
 from optkit.runtime.types import ScheduledRequest
 
 FEW_TOKENS = 64
+WARM_STEPS = ((64, 0), (1, 64), (256, 0), (1, 256))  # (tokens, context) that teach the scheduler's cost model
 
 
 @dataclass(frozen=True)
@@ -112,3 +114,15 @@ def fit(samples: Sequence[tuple[StepShape, float]]) -> StepCosts:
     errors = np.abs(columns @ best - target)
     values = tuple(float(value) for value in best / scale)
     return StepCosts(values, float(np.median(errors)), float(errors.max()))
+
+
+def taught_cost_model(alone: Callable[[int, int], float]) -> CostModel:
+    """The cost model of a scheduler after the first requests.
+
+    Args:
+        alone: seconds of a step with so many tokens of a single request after so many earlier tokens.
+    """
+    model = CostModel()
+    for tokens, context in WARM_STEPS * 3:
+        model.observe(chunk_work(tokens, context, rows=1), alone(tokens, context))
+    return model

@@ -171,3 +171,9 @@ def test_a_response_cache_without_a_size_serves_nothing(
 ) -> None:
     assert run(["serve", "here", "--response-cache", value]) == 2
     assert served == [("logs", "text"), "launch", "left"] and "--response-cache" in capsys.readouterr().err
+
+
+def test_replicas_are_of_one_artifact(served: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["serve", "a=one", "b=two", "--replicas", "2"]) == 2
+    assert "replicas are of one artifact" in capsys.readouterr().err
+    assert "launch" not in served

@@ -8,6 +8,7 @@ the KV are checked against each other.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator, Sequence
 
@@ -28,6 +29,7 @@ from optkit.runtime.engine import Engine
 from optkit.runtime.kv.offload import CorruptBlock, MemoryBlocks
 from optkit.runtime.kv.prefix_cache import PrefixCache, sha256
 from optkit.runtime.kv.windows import most_blocks
+from optkit.runtime.report import Mark
 from optkit.runtime.sampling.proposer import SpeculationStats
 from optkit.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
 from optkit.runtime.types import (
@@ -172,11 +174,13 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.scheduler.kv.cache = cache = PrefixCache(
                 size, lambda data: sha256(data)[:1], len(windows)
             )
-            cache._seed = bytes(32)  # the same collisions when Hypothesis repeats a history
+            cache.rekey(bytes(32))  # the same collisions when Hypothesis repeats a history
         self.requests: dict[str, EngineRequest] = {}
         self.tokens: dict[str, list[int]] = {}
         self.wanted: dict[str, tuple[list[int], FinishReason | None, str | None]] = {}
         self.total = 0
+        self.mark, self.view = Mark(), set[bytes]()
+        self.is_weak = weak
 
     @rule(
         stem=st.sampled_from(STEMS),
@@ -222,6 +226,31 @@ class EngineMachine(RuleBasedStateMachine):
         assert out is not None and out.finish_reason is FinishReason.ABORT
         del self.requests[name]
         assert self.engine.abort(name) is None
+
+    @rule(tokens=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4), stem=st.sampled_from(STEMS))
+    def look(self, tokens: list[int], stem: tuple[int, ...]) -> None:
+        """A router that follows the reports knows the held blocks, and how much of a prompt is cached."""
+        changes = self.engine.report(self.mark).changes
+        assert changes is not None and not set(changes.added) & set(changes.dropped)
+        if changes.is_snapshot:
+            self.view.clear()
+        assert not self.view & set(changes.added) and self.view >= set(changes.dropped)
+        self.view = (self.view | set(changes.added)) - set(changes.dropped)
+        self.mark = changes.mark
+        assert self.view == self._held()
+        if self.is_weak or self.config.num_state_slots or any(self.config.kv_windows):
+            return
+        kv, prompt = self.engine.scheduler.kv, [*stem, *tokens]
+        one = SamplingParams(max_tokens=1)
+        r = EngineRequest(request_id="look", prompt_ids=tuple(prompt), sampling=one, arrival=0.0)
+        digests = kv.cache.digests("", prompt[:-1], []) if kv.cache is not None else []
+        run = list(itertools.takewhile(self.view.__contains__, digests))
+        assert kv.cached_tokens(Request(r, prompt)) == len(run) * self.config.block_size
+
+    def _held(self) -> set[bytes]:
+        """The digests of the nodes that a prompt can take over."""
+        cache = self.engine.scheduler.kv.cache
+        return {node.digest for node in cache.nodes if node.is_held} if cache is not None else set()
 
     @precondition(lambda self: self.engine.scheduler.running)
     @rule(data=st.data())

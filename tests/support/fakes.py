@@ -17,6 +17,7 @@ import torch
 
 from optkit.cancellation import check_cancelled
 from optkit.errors import UserError
+from optkit.fleet.mock import TokenKV
 from optkit.kernels.cpu import native
 from optkit.recipe.engine_options import EngineOptions
 from optkit.runtime.embedding import Embedder
@@ -31,18 +32,14 @@ from tests.support.tiny_tokenizer import fast_tokenizer
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-EMPTY = -1
 NO_STATE = 0xBAD
 
 
-class FakeRunner:
-    """A runner with logits from a hash of the sequence's tokens *as read back through the block table*.
+class FakeRunner(TokenKV):
+    """A runner with logits from a hash of the sequence's tokens *as read back through the block table* (``TokenKV``).
 
     A token in a wrong slot, a block with two owners, a skipped chunk and a chunk at a wrong position change the
     output. So comparing with a solo run checks all KV bookkeeping.
-
-    With several ``windows`` the runner keeps the tokens in a block of each group, with the number of the group. A
-    missing token in the window of a query changes the output; to read a block given back is an error.
 
     With ``num_states`` the runner also keeps a recurrent state in that many slots, a hash of the tokens that were run
     through the slot, and the output depends on it: a state from other tokens, or advanced twice, changes the output.
@@ -79,12 +76,10 @@ class FakeRunner:
         num_states: int = 0,
         windows: tuple[int, ...] = (0,),
     ) -> None:
-        self.kv_windows = windows
+        super().__init__(num_blocks, block_size, windows)
         self.slow_token, self.until, self.parts = slow_token, Path(until), parts
-        self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, vocab_size
-        self.step_delay, self.script = step_delay, script
+        self.vocab_size, self.step_delay, self.script = vocab_size, step_delay, script
         self.poison_token, self.nan_token, self.die_token = poison_token, nan_token, die_token
-        self.slots = np.full(num_blocks * block_size, EMPTY, dtype=np.int64)
         self.states = [NO_STATE] * num_states
         self.remember = remember
         self.batches: list[Batch] = []
@@ -95,7 +90,7 @@ class FakeRunner:
         if self.remember:
             self.batches.append(batch)
         starts = [self._advance(item) for item in batch.items]
-        seen = [self._write_and_read(item) for item in batch.items]
+        seen = [self.write_and_read(item) for item in batch.items]
         check_cancelled()
         if any(self.slow_token in item.request.token_ids for item in batch.items):
             self._compute_for_long()
@@ -113,36 +108,13 @@ class FakeRunner:
             if self.parts:
                 check_cancelled()
 
-    def read_block(self, block: int) -> np.ndarray:
-        return self.slots[block * self.block_size : (block + 1) * self.block_size].view(np.uint8).copy()
-
-    def write_block(self, block: int, data: np.ndarray) -> None:
-        self.slots[block * self.block_size : (block + 1) * self.block_size] = data.view(np.int64)
-
-    def _write_and_read(self, item: ScheduledRequest) -> np.ndarray:
-        request, groups = item.request, len(self.kv_windows)
-        places = [self._slots(item, group) for group in range(groups)]
-        for group, slots in enumerate(places):
-            self.slots[slots[len(slots) - item.num_new :]] = np.array(item.new_tokens) * groups + group
-        if self.poison_token in request.token_ids:
+    def write_and_read(self, item: ScheduledRequest) -> np.ndarray:
+        ids = super().write_and_read(item)
+        if self.poison_token in item.request.token_ids:
             raise RuntimeError("poisoned")
-        if self.die_token in request.token_ids:
+        if self.die_token in item.request.token_ids:
             os.kill(os.getpid(), signal.SIGSEGV)  # as native code that fails does
-        known = np.array([*request.token_ids[: request.num_computed], *item.new_tokens], dtype=np.int64)
-        ids = self.slots[places[0]] // groups if not self.kv_windows[0] else known
-        for group, slots in enumerate(places):
-            found, wanted = self.slots[slots], known[len(known) - len(slots) :] * groups + group
-            if self.kv_windows[group] and (found != wanted).any():
-                ids = np.append(ids, found)
         return ids
-
-    def _slots(self, item: ScheduledRequest, group: int) -> np.ndarray:
-        """The slots of the tokens that the queries of ``item`` read in ``group``."""
-        start, window = item.request.num_computed, self.kv_windows[group]
-        positions = np.arange(max(0, start - window + 1) if window else 0, start + item.num_new)
-        blocks = np.array(item.request.block_tables[group])[positions // self.block_size]
-        assert (blocks >= 0).all(), "a block was given back too early"
-        return blocks * self.block_size + positions % self.block_size
 
     def copy_states(self, copies: Sequence[StateCopy]) -> None:
         for copy in copies:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -291,10 +292,18 @@ class FaultyHistory(RuleBasedStateMachine):
         tail=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6),
         sampling=sampling_params(),
         priority=st.integers(-1, 1),
+        known=st.sampled_from([0, 0, 0, 1, 2, 5, 12]),
     )
     def add(
-        self, stem: tuple[int, ...], cut: int, tail: list[int], sampling: SamplingParams, priority: int
+        self,
+        stem: tuple[int, ...],
+        cut: int,
+        tail: list[int],
+        sampling: SamplingParams,
+        priority: int,
+        known: int,
     ) -> None:
+        """Add a request; at most ``known`` tokens of the answer are known from an engine that died."""
         self.total += 1
         name, prompt = f"r{self.total}", (*stem[:cut], *tail)
         request = EngineRequest(
@@ -304,8 +313,11 @@ class FaultyHistory(RuleBasedStateMachine):
             with pytest.raises(EngineRefusal):
                 self.engine.add_request(request)
             return
-        self.wanted[name] = reference(request)
-        self.answers[name], self.tokens[name] = self.wanted[name][0], []
+        answer, reason = reference(request)
+        known = min(known, len(answer) - (reason is FinishReason.LENGTH))
+        request = msgspec.structs.replace(request, prompt_ids=(*prompt, *answer[:known]), continued=known)
+        self.wanted[name] = answer[known:], reason
+        self.answers[name], self.tokens[name] = answer, []
         self.submit(request)
 
     def submit(self, request: EngineRequest) -> None:
@@ -396,7 +408,8 @@ class FaultyHistory(RuleBasedStateMachine):
     def nobody_waits_too_long(self) -> None:
         timeout = self.engine.config.queue_timeout
         for request in self.engine.scheduler.waiting if timeout is not None else ():
-            assert request.times.started is not None or request.received.arrival >= self.now - timeout
+            may_wait = request.times.started is not None or request.received.continued
+            assert may_wait or request.received.arrival >= self.now - timeout
 
     def take(self, out: TokenOutput) -> None:
         name = out.request_id
@@ -412,6 +425,7 @@ class FaultyHistory(RuleBasedStateMachine):
             case FinishReason.ERROR if out.error == QUEUE_TIMEOUT:
                 timeout = self.engine.config.queue_timeout
                 assert not got and timeout is not None and request.arrival < self.now - timeout
+                assert not request.continued
             case FinishReason.ERROR if request.prefill is not None and out.error in (NO_ROOM, NOT_CACHED):
                 assert request.prefill.pin and request.prefill.lease is None
             case FinishReason.ERROR:

@@ -72,6 +72,10 @@ class BlockManager:
         """True for a block with KV in no table."""
         return self._state[block] == CACHED
 
+    def recently_cached(self) -> list[int]:
+        """The cached blocks, the most recently released first."""
+        return list(reversed(self._cached))
+
     def extend(self, table: list[int], num_tokens: int, expected_tokens: int = 0) -> bool:
         """Grow ``table`` in place until ``num_tokens`` fit; False, with nothing changed, if blocks run out.
 

@@ -1,9 +1,9 @@
 """KV manager: gives requests their blocks, and reuses computed KV.
 
-The manager keeps six parts in agreement: the blocks of the pool (``BlockManager``), the block tables of requests
+The manager keeps eight parts in agreement: the blocks of the pool (``BlockManager``), the block tables of requests
 (``BlockTables``), the tree of the content of blocks (``PrefixCache``), the prefixes that are never evicted (``Pins``),
-the host blocks of the offload store (``HostBlockTable``), and the slots and checkpoints of recurrent states
-(``StateSlots``).
+the blocks that stay for a copy (``Leases``), the host blocks of the offload store (``HostBlockTable``), the slots
+and checkpoints of recurrent states (``StateSlots``), and the log of changes for routers (``ChangeLog``).
 
 - **Admission** takes over the blocks of the longest cached prefix; blocks on the host are loaded. At least the last
   token is left to compute, since the logits are needed.
@@ -13,6 +13,7 @@ the host blocks of the offload store (``HostBlockTable``), and the slots and che
   again, so no "swapping" is needed.
 - **Eviction** of a cached block saves the KV to a host block, if there is a store and loading is cheaper than
   computing (``worth_saving``); else the KV is lost.
+- **Insertion** adds a block computed by another replica (``optkit.runtime.kv.exchange``).
 
 A request has a block table for each group of layers, and a prefix can be taken over where groups without a window have
 the KV of all nodes, and each window the KV of the nodes in the window. Blocks before a window are published first and
@@ -24,15 +25,18 @@ The order suffices: a block is saved before writing, and loaded before reading.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from optkit.runtime.kv.blocks import BlockManager
+from optkit.runtime.kv.changes import ChangeLog
+from optkit.runtime.kv.leases import Leases
 from optkit.runtime.kv.offload import HostBlockTable
 from optkit.runtime.kv.pins import Pin, PinRefused, Pins
 from optkit.runtime.kv.prefix_cache import Node, NodeKV, PrefixCache
 from optkit.runtime.kv.states import StateSlots
 from optkit.runtime.kv.tables import BlockTables
 from optkit.runtime.prefill import NO_ROOM
+from optkit.runtime.report import BlockChanges, Mark
 from optkit.runtime.types import ALL_TOKENS, NO_BLOCK, Request, Transfer
 
 
@@ -70,6 +74,10 @@ class KVManager:
         self.states = StateSlots(num_state_slots, num_checkpoints if cache is not None else 0, block_size)
         self.tables = BlockTables(self.blocks, windows, tokens_in_flight)
         self.pins = Pins(self.blocks, self.states, max_pinned_blocks)
+        self.leases = Leases(self.blocks)
+        self._needed = tuple(self.tables.unlimited)
+        self.log = ChangeLog(num_blocks + num_host_blocks)
+        self.states.changed = self._note
         self.worth_saving: Callable[[], bool] = lambda: True
         self.reset_counters()
         self._content: dict[int, NodeKV] = {}  # block -> its content
@@ -88,7 +96,7 @@ class KVManager:
         if self.states.is_full:
             return False
         hits, found = self._match(request)
-        if not self._has_room(request, hits, spare):
+        if not self._makes_room(request, hits, spare):
             return False
         if not self._take_over(request, hits, expected_tokens):
             hits = []
@@ -114,7 +122,8 @@ class KVManager:
 
     def grow(self, request: Request, num_tokens: int, expected_tokens: int) -> bool:
         """Blocks for ``num_tokens`` tokens of ``request``; False, and nothing changed, if there are too few."""
-        return self.tables.grow(request, num_tokens, expected_tokens)
+        grown = self.tables.grow(request, num_tokens, expected_tokens)
+        return grown or (self.leases.give_way() and self.tables.grow(request, num_tokens, expected_tokens))
 
     def cover(self, request: Request, num_tokens: int) -> bool:
         """Take reserved blocks for the next chunk of a prefill, up to ``num_tokens`` tokens.
@@ -186,8 +195,7 @@ class KVManager:
             if not self.blocks.extend(table, len(new) * self.block_size):
                 raise PinRefused(NO_ROOM)
             for kv, block in zip(new, table, strict=True):
-                kv.block = block
-                self._content[block] = kv
+                self.put(kv, block)
             blocks = [kv.block for node in nodes for kv in node.kv if kv.block is not None]
             self.pins.add(Pin(name, None, nodes, blocks, now), self.blocks.num_blocks)
         except PinRefused:
@@ -198,7 +206,33 @@ class KVManager:
                 self._drop(node)
             raise
         self.blocks.free(table)  # the pin holds the blocks
+        for node in nodes:
+            self._note(node)
         return new
+
+    def known(self, parent: Node | str, digest: bytes, tokens: tuple[int, ...]) -> Node | None:
+        """The node of ``tokens`` after ``parent``, a node or a salt: of all requests, else of the salt; or None."""
+        assert self.cache is not None
+        common = self.cache.find_common(parent if isinstance(parent, Node) else None, tokens)
+        return common or self.cache.find(digest, parent, tokens)
+
+    def add(self, parent: Node | str, digest: bytes, tokens: tuple[int, ...]) -> Node | None:
+        """A new node of the tree after ``parent``; None if the digest belongs to another prompt."""
+        assert self.cache is not None
+        if orphan := self.cache.orphan(digest):
+            self._drop(orphan)
+        return self.cache.add(digest, parent, tokens)
+
+    def put(self, kv: NodeKV, block: int) -> None:
+        """Record that ``block`` has the KV of ``kv``."""
+        kv.block = block
+        self._content[block] = kv
+
+    def fill(self, node: Node, blocks: Mapping[int, int]) -> None:
+        """Record that ``blocks`` have the KV of ``node``, by group of layers."""
+        for group, block in blocks.items():
+            self.put(node.kv[group], block)
+        self._note(node)
 
     def pin(self, name: str, request: Request, now: float, end: float | None, most: int) -> int:
         """Pin the published prefix of ``request``; returns its tokens, 0 where nothing of the prefix is cached.
@@ -239,6 +273,24 @@ class KVManager:
             if node not in self.pins:
                 self._drop(node)
 
+    def changes(self, since: Mark) -> BlockChanges:
+        """The changes of the held blocks (``optkit.runtime.kv.changes``) after a mark."""
+        return self.log.since(since, lambda: (node.digest for node in self.held_nodes()))
+
+    def held_nodes(self) -> list[Node]:
+        """The nodes that a prompt can take over."""
+        return [node for node in self._nodes if node.is_held]
+
+    def rekey(self, secret: bytes) -> None:
+        """Share the digests with other processes of the same ``secret``; before the first request.
+
+        Raises:
+            ValueError: as ``PrefixCache.rekey``.
+        """
+        if self.cache is not None:
+            self.cache.rekey(secret)
+            self.log.restart()
+
     def take_transfers(self) -> tuple[Transfer, ...]:
         """The copies to make before the next step of the model, in order."""
         transfers = tuple(self._transfers)
@@ -255,16 +307,22 @@ class KVManager:
         if kv is not None:
             self._drop(kv.node)
 
+    def recent_nodes(self) -> Iterator[Node]:
+        """The nodes with KV in the pool: those in use first, then the most recently used."""
+        yield from [kv.node for block, kv in self._content.items() if not self.blocks.is_cached(block)]
+        yield from [self._content[block].node for block in self.blocks.recently_cached()]
+
     def check(self, requests: Iterable[Request]) -> None:
         """Raise AssertionError if the tables disagree."""
         requests = list(requests)
-        held = self.tables.check(requests, self.pins.tables)
+        held = self.tables.check(requests, [*self.pins.tables, *self.leases.tables])
         self.states.check(requests)
         self.host_blocks.check()
         for block, kv in self._content.items():
             assert kv.block == block and self.cache is not None
             assert self.blocks.is_cached(block) == (block not in held)
         self.pins.check(lambda node: self.cache is not None and node in self.cache)
+        assert all(node.is_held == self._is_held(node) for node in self._nodes)
         for request in requests:
             assert len(request.nodes) * self.block_size <= request.num_computed
 
@@ -292,9 +350,7 @@ class KVManager:
 
     def _next(self, nodes: list[Node], salt: str, digest: bytes, tokens: tuple[int, ...]) -> Node | None:
         """The node of ``tokens`` after the path ``nodes``: of all requests, else of ``salt``; or None."""
-        assert self.cache is not None
-        common = self.cache.find_common(nodes[-1] if nodes else None, tokens)
-        return common or self.cache.find(digest, nodes[-1] if nodes else salt, tokens)
+        return self.known(nodes[-1] if nodes else salt, digest, tokens)
 
     def _last_window(self, nodes: list[Node]) -> int:
         """The length of the longest beginning of ``nodes`` at whose end each window has the KV of its nodes."""
@@ -325,6 +381,12 @@ class KVManager:
         idle = sum(self.blocks.is_cached(block) for blocks in present for block in blocks)
         return need + idle + spare * len(most) <= self.blocks.num_available
 
+    def _makes_room(self, request: Request, hits: list[Node], spare: int) -> bool:
+        """``_has_room``, at the cost of all leases where there is none beside them."""
+        if self._has_room(request, hits, spare):
+            return True
+        return self.leases.give_way() and self._has_room(request, hits, spare)
+
     def _take_over(self, request: Request, hits: list[Node], expected_tokens: int) -> bool:
         """Make the blocks of ``hits`` the beginning of the tables of ``request``; blocks on the host are loaded.
 
@@ -354,9 +416,8 @@ class KVManager:
         self.blocks.extend(table, (len(table) + 1) * self.block_size, expected_tokens)
         if kv.host_block != host_block:
             return False
-        kv.block = table[-1]
-        self._content[kv.block] = kv
-        self._transfers.append(Transfer(kv.block, host_block, save=False))
+        self.put(kv, table[-1])
+        self._transfers.append(Transfer(table[-1], host_block, save=False))
         self.num_loads += 1
         return True
 
@@ -386,16 +447,12 @@ class KVManager:
         digest = self.cache.digests(salt, known, request.digests)[index]
         parent = request.nodes[-1] if request.nodes else salt
         tokens = tuple(request.token_ids[index * size : (index + 1) * size])
-        node = self._next(request.nodes, salt, digest, tokens)
-        if node is None:
-            if orphan := self.cache.orphan(digest):
-                self._drop(orphan)
-            node = self.cache.add(digest, parent, tokens)
+        node = self._next(request.nodes, salt, digest, tokens) or self.add(parent, digest, tokens)
         if node is not None and not self.cache.is_common(node):  # no request adds KV for all requests
             for kv, table in zip(node.kv, request.block_tables, strict=True):
                 if kv.block is None and table[index] != NO_BLOCK:
-                    kv.block = table[index]
-                    self._content[kv.block] = kv
+                    self.put(kv, table[index])
+            self._note(node)
         return node
 
     def _keep(self, block: int) -> bool:
@@ -407,13 +464,15 @@ class KVManager:
         if kv.host_block is None and self.host_blocks.num_host_blocks and self.worth_saving():
             loser = self.host_blocks.take(kv)
             if loser is not None:
-                self._wither(loser.node)
+                self._note(loser.node)
+                self.wither(loser.node)
             assert kv.host_block is not None
             self._transfers.append(Transfer(block, kv.host_block, save=True))
             self.num_saves += 1
-        self._wither(kv.node)
+        self._note(kv.node)
+        self.wither(kv.node)
 
-    def _wither(self, node: Node) -> None:
+    def wither(self, node: Node) -> None:
         """Take ``node`` out of the tree if no group has the KV and no node follows; then the parents likewise."""
         while self.cache is not None and node in self.cache and not any(kv.is_kept for kv in node.kv):
             self.states.drop(node)
@@ -437,3 +496,22 @@ class KVManager:
                 block, kv.block = kv.block, None
                 del self._content[block]
                 self.blocks.forget(block)
+        self._note(node)
+
+    @property
+    def _nodes(self) -> Sequence[Node]:
+        return self.cache.nodes if self.cache is not None else ()
+
+    def _note(self, node: Node) -> None:
+        """Record the node in the log if a prompt can take it over now and could not before, or the reverse."""
+        held = self._is_held(node)
+        if held != node.is_held:
+            self.log.record(node, held)
+
+    def _is_held(self, node: Node) -> bool:
+        """True where a prompt can take ``node`` over, as ``optkit.runtime.kv.changes`` defines."""
+        if self.states.num_slots:
+            return node.checkpoint is not None
+        if not self._needed:
+            return any(kv.is_kept for kv in node.kv)
+        return all(node.kv[group].is_kept for group in self._needed)

@@ -4,8 +4,8 @@ KV of a token depends only on the token and the tokens before it. So a *full* bl
 request with the same first tokens. Shared blocks form a tree: a ``Node`` is the tokens of a block after the parent's.
 A new request walks the tree from the root, as far as the tokens agree.
 
-A node is found by a digest, a sha256 chained over the parent's digest and the block's tokens. The chain begins with
-the process's random seed and the request's *salt*, so digests reveal nothing outside of the process, and requests of
+A node is found by a digest, chained over the parent's digest and the block's tokens (``optkit.runtime.kv.digests``).
+The chain begins with a secret and the request's *salt*, so digests reveal nothing to others, and requests of
 different salts (tenants) share neither KV nor the time saved. A digest is only a shortcut: on a hit the node's tokens
 and the identity of the parent are compared, so two prompts with equal digests can cost each other a hit, but never
 get each other's KV (as in CVE-2025-25183).
@@ -21,19 +21,10 @@ end. Nodes without a parent in the tree cannot be reached, and age out of the po
 
 from __future__ import annotations
 
-import hashlib
-import os
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-Digest = Callable[[bytes], bytes]
-COMMON = b"\0common"  # no salt of a request
-COMMON_SALT = COMMON.decode()
-
-
-def sha256(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
+from optkit.runtime.kv.digests import COMMON_SALT, Digest, DigestChain, sha256
 
 
 @dataclass(eq=False, slots=True)
@@ -58,6 +49,7 @@ class Node:
         kv: the places of the KV, for each group of layers.
         checkpoint: the slot with the recurrent state after the last token, if there is one.
         num_children: nodes in the tree with this node as the parent.
+        is_held: a prompt can take the node over; as last told to the log of changes (``optkit.runtime.kv.changes``).
 
     Nodes are compared by identity: a node made again after a drop is another node.
     """
@@ -68,6 +60,7 @@ class Node:
     kv: tuple[NodeKV, ...] = field(default=(), repr=False)
     checkpoint: int | None = None
     num_children: int = 0
+    is_held: bool = False
 
 
 class PrefixCache:
@@ -81,7 +74,7 @@ class PrefixCache:
 
     def __init__(self, block_size: int, digest: Digest = sha256, num_groups: int = 1) -> None:
         self.block_size, self.num_groups = block_size, num_groups
-        self._digest, self._seed = digest, os.urandom(32)
+        self._digest, self._chain = digest, DigestChain(block_size, digest=digest)
         self._nodes: dict[bytes, Node] = {}
         self._common: dict[tuple[Node | None, tuple[int, ...]], Node] = {}
 
@@ -90,12 +83,26 @@ class PrefixCache:
 
     def digests(self, salt: str, token_ids: Sequence[int], known: list[bytes]) -> list[bytes]:
         """Digests of all full blocks of ``token_ids``. Extends ``known``, the digests of the first blocks."""
-        size = self.block_size
-        digest = known[-1] if known else self._digest(self._seed + salt.encode())
-        for i in range(len(known), len(token_ids) // size):
-            digest = self._digest(digest + struct.pack(f"<{size}I", *token_ids[i * size : (i + 1) * size]))
-            known.append(digest)
-        return known
+        return self._chain.extend(salt, token_ids, known)
+
+    def rekey(self, secret: bytes) -> None:
+        """Begin the chain with ``secret``, shared with other processes, instead of a random secret.
+
+        Raises:
+            ValueError: the secret has a wrong length, or requests have added nodes.
+        """
+        chain, nodes = DigestChain(self.block_size, secret, self._digest), self.nodes
+        if not all(map(self.is_common, nodes)):
+            raise ValueError("the digests of cached prompts cannot change")
+        self._chain, self._nodes = chain, {}
+        for node in nodes:  # each after its parent
+            before = node.parent.digest if isinstance(node.parent, Node) else chain.root(node.parent)
+            node.digest = chain.after(before, node.tokens)
+            self._nodes[node.digest] = node
+
+    def get(self, digest: bytes) -> Node | None:
+        """The node with ``digest``, of any parent; for a caller that compares the tokens by itself."""
+        return self._nodes.get(digest)
 
     def find(self, digest: bytes, parent: Node | str, tokens: tuple[int, ...]) -> Node | None:
         """The node of ``tokens`` after ``parent``, or None; never another prompt's."""
@@ -116,8 +123,8 @@ class PrefixCache:
         """A new node for all requests, after the common ``parent``; the node that is there, if there is one."""
         found = self.find_common(parent, tokens)
         if found is None:
-            before = parent.digest if parent is not None else self._digest(self._seed + COMMON)
-            digest = self._digest(before + struct.pack(f"<{len(tokens)}I", *tokens))
+            before = parent.digest if parent is not None else self._chain.root(COMMON_SALT)
+            digest = self._chain.after(before, tokens)
             found = self.add(digest, COMMON_SALT if parent is None else parent, tokens)
             assert found is not None, "two nodes with a digest"
             self._common[parent, tokens] = found

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from optkit.runtime.kv.prefix_cache import Node
 from optkit.runtime.types import NO_SLOT, Request, StateCopy
@@ -40,12 +40,14 @@ class StateSlots:
 
     Attributes:
         pinned: nodes whose checkpoints are not given away.
+        changed: called with a node that got or lost a checkpoint.
     """
 
     def __init__(self, num_slots: int, num_checkpoints: int, block_size: int) -> None:
         self.num_slots, self.block_size = num_slots, block_size
         self.num_checkpoints = num_checkpoints if num_slots else 0
         self.num_lost, self.pinned = 0, set[Node]()
+        self.changed: Callable[[Node], None] = _ignore
         self._free = list(range(num_slots))[::-1]
         self._unused = list(range(num_slots, num_slots + self.num_checkpoints))[::-1]
         self._nodes: OrderedDict[int, Node] = OrderedDict()  # by checkpoint, the least recently used first
@@ -117,6 +119,7 @@ class StateSlots:
             del self._nodes[node.checkpoint]
             self._unused.append(node.checkpoint)
             node.checkpoint = None
+            self.changed(node)
 
     def release(self, request: Request) -> None:
         """Take the slot of ``request``; its checkpoints stay."""
@@ -158,3 +161,8 @@ class StateSlots:
         node.checkpoint = self._unused.pop()
         self._nodes[node.checkpoint] = node
         self._copies.append(StateCopy(slot, node.checkpoint))
+        self.changed(node)
+
+
+def _ignore(node: Node) -> None:
+    """The default of ``StateSlots.changed``."""

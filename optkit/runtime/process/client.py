@@ -17,19 +17,23 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 import msgspec
 
 from optkit.errors import UserError
 from optkit.recipe.engine_options import EngineOptions
 from optkit.runtime.info import EngineInfo
+from optkit.runtime.kv.peers import PeerSetup
 from optkit.runtime.pooling import Pooling
 from optkit.runtime.process import ipc
 from optkit.runtime.process.launch import DEFAULT_FACTORY, Launched, launch
+from optkit.runtime.report import Mark
 from optkit.runtime.types import EngineRequest, EngineStats, FinishReason, TokenOutput
 
 logger = logging.getLogger(__name__)
+
+A = TypeVar("A", ipc.Embedded, ipc.PinList, ipc.Profiled, ipc.Reported)
 
 TICK_SECONDS = 1.0
 POLL_SECONDS = 0.005
@@ -40,7 +44,7 @@ ENGINE_STOPPED = "the engine was stopped"
 
 
 class Casualty(NamedTuple):
-    """A request begun by the engine before the engine's death, and the number of tokens so far."""
+    """A request begun by the engine before the engine's death, and the number of tokens of the answer so far."""
 
     request: EngineRequest
     num_tokens: int
@@ -60,6 +64,16 @@ class _Stream:
         self.outputs.put_nowait(output)
 
 
+@dataclass(eq=False)
+class _Asked:
+    """A question to the worker, waiting for an answer of ``kind``."""
+
+    kind: type[ipc.Answer]
+    answer: asyncio.Future[ipc.Answer] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
 class EngineDied(RuntimeError):
     """The engine process ended before it was ready."""
 
@@ -74,6 +88,8 @@ class EngineClient:
         launched: a waiting worker with the same factory; else ``start`` launches a worker.
         silence_seconds: ``is_silent`` is True after so much time without a message. Time in which the API process did
             not run (SIGSTOP, a sleeping machine) does not count.
+        cache_secret: of a deployment whose processes compare digests of cached blocks; empty for a random one.
+        peers: for an engine that exchanges KV with other engines of ``cache_secret``.
 
     Attributes:
         on_death: called with the requests begun before the engine's death, before the streams end.
@@ -87,16 +103,16 @@ class EngineClient:
         factory: str = DEFAULT_FACTORY,
         launched: Launched | None = None,
         silence_seconds: float = 60.0,
+        cache_secret: bytes = b"",
+        peers: PeerSetup | None = None,
     ) -> None:
         self.artifact_dir, self.options = artifact_dir, options or EngineOptions()
         self.factory, self.silence_seconds = factory, silence_seconds
-        self._launched = launched
+        self._launched, self._cache_secret, self._peers = launched, cache_secret, peers
         self.info: EngineInfo | None = None
         self._stats = EngineStats()
         self._streams: dict[str, _Stream] = {}
-        self._embedding: dict[str, asyncio.Future[ipc.Embedded]] = {}
-        self._listing: dict[str, asyncio.Future[ipc.PinList]] = {}
-        self._profiling: dict[str, asyncio.Future[ipc.Profiled]] = {}
+        self._asked: dict[str, _Asked] = {}
         self._names = itertools.count()
         self.on_death: Callable[[Sequence[Casualty]], None] = _ignore
         self._process: subprocess.Popen[bytes] | None = None
@@ -119,7 +135,7 @@ class EngineClient:
         self._process, sock = (self._launched or launch(self.factory)).take()
         try:
             reader, self._writer = await asyncio.open_connection(sock=sock)
-            self._post(ipc.Load(self.artifact_dir, self.options))
+            self._post(ipc.Load(self.artifact_dir, self.options, self._cache_secret, self._peers))
             self.info = info = await asyncio.wait_for(self._wait_until_ready(reader), timeout)
         except BaseException:
             await self.stop()
@@ -162,52 +178,47 @@ class EngineClient:
 
         Cancelling the call drops the texts from the engine's queue.
         """
-        name = f"embed-{next(self._names)}"
-        answer: asyncio.Future[ipc.Embedded] = asyncio.get_running_loop().create_future()
-        if not self._alive:
-            return ipc.Embedded(name, error=ENGINE_GONE)
-        self._embedding[name] = answer
+        name, is_answered = f"embed-{next(self._names)}", False
         try:
-            await self._send(ipc.Embed(name, tuple(map(tuple, prompts)), pooling))
-            return await answer
+            answer = await self._ask(ipc.Embedded, ipc.Embed(name, tuple(map(tuple, prompts)), pooling))
+            is_answered = True
+            return answer
         finally:
-            self._embedding.pop(name, None)
-            if not answer.done() or answer.cancelled():
+            if not is_answered:
                 self._post(ipc.Abort(name))
 
     async def pins(self, drop: str | None = None) -> ipc.PinList:
         """The pinned prefixes, after the pin ``drop`` has ended."""
-        name = f"pins-{next(self._names)}"
-        answer: asyncio.Future[ipc.PinList] = asyncio.get_running_loop().create_future()
-        if not self._alive:
-            return ipc.PinList(name, error=ENGINE_GONE)
-        self._listing[name] = answer
-        try:
-            await self._send(ipc.AskPins(name, drop))
-            return await answer
-        finally:
-            self._listing.pop(name, None)
+        return await self._ask(ipc.PinList, ipc.AskPins(f"pins-{next(self._names)}", drop))
+
+    async def report(self, since: Mark) -> ipc.Reported:
+        """Load, predicted times, and the changes of the cached blocks after ``since``; answered in a step, too."""
+        return await self._ask(ipc.Reported, ipc.AskReport(f"report-{next(self._names)}", since))
+
+    async def take_over(self, address: str, num_bytes: int) -> None:
+        """Have the engine fetch the most recently used blocks of the engine at ``address``, which leaves."""
+        await self._send(ipc.TakeOver(address, num_bytes))
 
     async def start_profile(self, steps: int) -> ipc.Profiled:
         """Have the engine record up to ``steps`` steps of each phase."""
-        return await self._profile(lambda name: ipc.StartProfile(name, steps))
+        return await self._ask(ipc.Profiled, ipc.StartProfile(f"profile-{next(self._names)}", steps))
 
     async def stop_profile(self, directory: str) -> ipc.Profiled:
         """Have the engine write its profile into ``directory``."""
-        return await self._profile(lambda name: ipc.StopProfile(name, self.artifact_dir, directory))
-
-    async def _profile(self, message: Callable[[str], ipc.StartProfile | ipc.StopProfile]) -> ipc.Profiled:
-        """The answer to the ``message`` of a name."""
         name = f"profile-{next(self._names)}"
-        answer: asyncio.Future[ipc.Profiled] = asyncio.get_running_loop().create_future()
+        return await self._ask(ipc.Profiled, ipc.StopProfile(name, self.artifact_dir, directory))
+
+    async def _ask(self, kind: type[A], question: ipc.Question) -> A:
+        """The worker's answer, or an answer with the reason why there is none."""
+        name = question.request_id
         if not self._alive:
-            return ipc.Profiled(name, error=ENGINE_GONE)
-        self._profiling[name] = answer
+            return kind(name, error=ENGINE_GONE)
+        asked = self._asked[name] = _Asked(kind)
         try:
-            await self._send(message(name))
-            return await answer
+            await self._send(question)
+            return cast(A, await asked.answer)
         finally:
-            self._profiling.pop(name, None)
+            del self._asked[name]
 
     async def reset_prefix_cache(self) -> None:
         """Have the engine drop the KV outside of running requests."""
@@ -305,7 +316,7 @@ class EngineClient:
                     self._stats = message
                 elif isinstance(message, ipc.Begun):
                     self._mark_begun(message)
-                elif isinstance(message, (ipc.Embedded, ipc.PinList, ipc.Profiled)):
+                elif isinstance(message, ipc.Answer):
                     self._answer(message)
         except (EOFError, ConnectionError):
             pass  # the worker has gone, by order or by accident
@@ -320,15 +331,10 @@ class EngineClient:
             if stream is not None:
                 stream.put(output)
 
-    def _answer(self, message: ipc.Embedded | ipc.PinList | ipc.Profiled) -> None:
-        waiting: dict[type, dict[str, asyncio.Future[Any]]] = {
-            ipc.Embedded: self._embedding,
-            ipc.PinList: self._listing,
-            ipc.Profiled: self._profiling,
-        }
-        answer = waiting[type(message)].get(message.request_id)
-        if answer is not None and not answer.done():
-            answer.set_result(message)
+    def _answer(self, message: ipc.Answer) -> None:
+        asked = self._asked.get(message.request_id)
+        if asked is not None and not asked.answer.done():
+            asked.answer.set_result(message)
 
     def _mark_begun(self, message: ipc.Begun) -> None:
         for name in self._streams.keys() & message.request_ids:
@@ -340,16 +346,13 @@ class EngineClient:
         if not self._stopping and self._process is not None:
             logger.error("the engine process died; %d requests failed", len(self._streams))
             self._process.kill()  # a worker that broke the protocol still runs
-            self.on_death([Casualty(s.request, s.num_tokens) for s in self._streams.values() if s.is_begun])
+            begun = [stream for stream in self._streams.values() if stream.is_begun]
+            self.on_death([Casualty(s.request, s.request.continued + s.num_tokens) for s in begun])
         for name, stream in self._streams.items():
             stream.put(self._death(name))
         reason = ENGINE_STOPPED if self._stopping else ENGINE_DIED
-        for name in self._embedding:
-            self._answer(ipc.Embedded(name, error=reason))
-        for name in self._listing:
-            self._answer(ipc.PinList(name, error=reason))
-        for name in self._profiling:
-            self._answer(ipc.Profiled(name, error=reason))
+        for name, asked in self._asked.items():
+            self._answer(asked.kind(name, error=reason))
 
     def _death(self, request_id: str) -> TokenOutput:
         stream = self._streams.get(request_id)

@@ -14,8 +14,10 @@ import msgspec
 
 from optkit.recipe.engine_options import EngineOptions
 from optkit.runtime.info import EngineInfo
+from optkit.runtime.kv.peers import PeerSetup
 from optkit.runtime.pooling import Pooling
 from optkit.runtime.prefill import PinInfo
+from optkit.runtime.report import EngineReport, Mark
 from optkit.runtime.types import EngineRequest, EngineStats, TokenOutput
 
 MAX_FRAME = 32 * 2**20  # a prompt of a million tokens is 5 MB
@@ -27,10 +29,21 @@ class ProtocolError(Exception):
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
-    """The first message: the arguments of the engine factory."""
+    """The first message: the arguments of the engine factory, and the deployment's secret.
+
+    Attributes:
+        cache_secret: begins the digests of cached blocks, so that the processes of a fleet can compare digests; empty
+            for a random one. The secret is no option: options are shown in logs and answers.
+        peers: for an engine that exchanges KV with others of the secret; None: for an engine alone.
+    """
 
     artifact_dir: str
     options: EngineOptions
+    cache_secret: bytes = b""
+    peers: PeerSetup | None = None
+
+    def __repr__(self) -> str:
+        return f"Load({self.artifact_dir!r}, {self.options!r})"
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -54,6 +67,20 @@ class AskPins(msgspec.Struct, frozen=True, tag="ask_pins"):
 
     request_id: str
     drop: str | None = None
+
+
+class TakeOver(msgspec.Struct, frozen=True, tag="take_over"):
+    """Fetch the most recently used blocks of the engine at ``address``, which leaves, up to ``num_bytes`` of KV."""
+
+    address: str
+    num_bytes: int
+
+
+class AskReport(msgspec.Struct, frozen=True, tag="ask_report"):
+    """Report load, predictions and the changes of cached blocks after a mark; a ``Reported`` answers, in a step too."""
+
+    request_id: str
+    since: Mark = Mark()
 
 
 class StartProfile(msgspec.Struct, frozen=True, tag="start_profile"):
@@ -122,6 +149,14 @@ class PinList(msgspec.Struct, frozen=True, tag="pins"):
     error: str | None = None
 
 
+class Reported(msgspec.Struct, frozen=True, tag="reported"):
+    """The answer to an ``AskReport``; without a ``report`` there is no engine to ask, for the reason ``error``."""
+
+    request_id: str
+    report: EngineReport | None = None
+    error: str | None = None
+
+
 class Profiled(msgspec.Struct, frozen=True, tag="profiled"):
     """The answer to a ``StartProfile`` or a ``StopProfile``.
 
@@ -140,10 +175,10 @@ class Profiled(msgspec.Struct, frozen=True, tag="profiled"):
 
 
 Outputs = tuple[TokenOutput, ...]  # of one step
-ToWorker = (
-    Load | EngineRequest | Abort | ResetPrefixCache | Embed | AskPins | StartProfile | StopProfile | Shutdown
-)
-FromWorker = Ready | Begun | Outputs | EngineStats | Heartbeat | Embedded | PinList | Profiled | Failed
+Question = Embed | AskPins | AskReport | StartProfile | StopProfile
+ToWorker = Load | EngineRequest | Abort | ResetPrefixCache | TakeOver | Question | Shutdown
+Answer = Embedded | PinList | Profiled | Reported  # to a question with the same ``request_id``
+FromWorker = Ready | Begun | Outputs | EngineStats | Heartbeat | Answer | Failed
 
 to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)

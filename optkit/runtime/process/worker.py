@@ -15,6 +15,7 @@ decides.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -28,15 +29,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from optkit.errors import UserError
 from optkit.machine import logs
-from optkit.recipe.engine_options import EngineOptions
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.process import ipc
+from optkit.runtime.process.kv_publisher import publish
 from optkit.runtime.process.profiler import WHILE_WRITING_SECONDS, EngineProfiler
 from optkit.runtime.types import EngineOverload, EngineRefusal, EngineRequest, FinishReason, TokenOutput
 
@@ -69,13 +70,22 @@ class Worker:
         self._outputs: list[TokenOutput] = []  # answers without a step: refusals, aborts
         self._inbox: deque[ipc.ToWorker] = deque()  # messages that were read and are not handled yet
         self._aborted: set[str] = set()  # requests with an ``Abort`` in the inbox
+        self._fetched: deque[EngineRequest] = (
+            deque()
+        )  # requests back from a fetch, put there by other threads
+        self._waker, self._sleeper = socket.socketpair()
+        self._waker.setblocking(False)
         self._last_sent, self._stats_sent = time.monotonic(), 0.0
         self._profiler = EngineProfiler(engine)
-        engine.departed = self._departed
+        engine.departed, engine.wake = self._departed, self._wake
         engine.scheduler.announce = self._announce
 
     def serve(self) -> None:
         """Step while there is work, sleep on the socket while there is none, until ``ParentGone``."""
+        with self._waker, self._sleeper:
+            self._serve()
+
+    def _serve(self) -> None:
         while True:
             busy = self.engine.has_work or self.engine.is_embedding
             idle = WHILE_WRITING_SECONDS if self._profiler.is_writing else HEARTBEAT_SECONDS
@@ -111,7 +121,15 @@ class Worker:
             raise ParentGone
         if time.monotonic() - self._last_sent >= HEARTBEAT_SECONDS:
             self._post(ipc.Heartbeat())
+        self._report()
         return self._aborted
+
+    def _report(self) -> None:
+        """Answer the questions for reports among the arrived messages, in the middle of a step."""
+        asked = [message for message in self._inbox if isinstance(message, ipc.AskReport)]
+        for message in asked:
+            self._inbox.remove(message)
+            self._post(ipc.Reported(message.request_id, self.engine.report(message.since, in_step=True)))
 
     def _send(self, outputs: list[TokenOutput]) -> None:
         """Send the outputs of a step, after the gauges when due."""
@@ -131,24 +149,46 @@ class Worker:
 
     def _receive(self, timeout: float) -> None:
         """Handle the arrived messages; wait up to ``timeout`` seconds for the first."""
-        self._read(0.0 if self._inbox else timeout)
+        self._read(0.0 if self._inbox or self._fetched else timeout)
         self._aborted.clear()
         while self._inbox:
             self._handle(self._inbox.popleft())
+        self._queue_fetched()
+
+    def _queue_fetched(self) -> None:
+        """Queue the requests that are back from a fetch."""
+        while self._fetched:
+            self._handle(self._fetched.popleft())
+
+    def _wake(self) -> None:
+        """End the wait on the socket; for other threads."""
+        with contextlib.suppress(OSError):  # enough was written already, or the worker has left
+            self._waker.send(b"w")
+
+    def _hand_back(self, request: EngineRequest) -> None:
+        self._fetched.append(request)
+        self._wake()
 
     def _read(self, timeout: float) -> None:
         """Move the arrived messages to the inbox; wait up to ``timeout`` seconds for the first."""
-        while select.select([self.sock], [], [], timeout)[0]:
+        while ready := select.select([self.sock, self._sleeper], [], [], timeout)[0]:
+            timeout = 0.0
+            if self._sleeper in ready:
+                self._sleeper.recv(RECEIVE_BYTES)
+            if self.sock not in ready:
+                continue
             messages = self._frames.feed(receive(self.sock))
             self._inbox += messages
             self._aborted |= {m.request_id for m in messages if isinstance(m, ipc.Abort)}
-            timeout = 0.0
 
     def _handle(self, message: ipc.ToWorker) -> None:
         match message:
             case ipc.Shutdown():
                 raise ParentGone
             case ipc.Abort(request_id):
+                self._queue_fetched()
+                if self.engine.peers is not None and self.engine.peers.abort(request_id):
+                    self._outputs.append(aborted_output(request_id))
                 output = self.engine.abort(request_id)
                 self._outputs += [output] if output else []
             case ipc.ResetPrefixCache():
@@ -159,11 +199,18 @@ class Worker:
                 if drop is not None:
                     self.engine.unpin(drop)
                 self._post(ipc.PinList(request_id, tuple(self.engine.pins())))
+            case ipc.AskReport(request_id, since):
+                self._post(ipc.Reported(request_id, self.engine.report(since)))
             case ipc.StartProfile() as start:
                 self._post(self._profiler.start(start))
             case ipc.StopProfile() as stop:
                 if answer := self._profiler.stop(stop):
                     self._post(answer)
+            case ipc.TakeOver(address, num_bytes):
+                if self.engine.peers is not None:
+                    self.engine.peers.take_over(address, num_bytes)
+            case EngineRequest() as request if self._fetches(request):
+                pass
             case EngineRequest() as request:
                 try:
                     self.engine.add_request(request)
@@ -176,6 +223,11 @@ class Worker:
                     logger.exception("a request could not be added")
                     self.engine.abort(request.request_id)
                     self._outputs.append(failed_output(request.request_id, "it could not be added"))
+
+    def _fetches(self, request: EngineRequest) -> bool:
+        """True where KV of another engine is fetched first; the request comes back (``_hand_back``)."""
+        peers = self.engine.peers
+        return peers is not None and request.source is not None and peers.fetch(request, self._hand_back)
 
     def _add_embedding(self, asked: ipc.Embed) -> None:
         try:
@@ -206,6 +258,11 @@ def failed_output(request_id: str, error: str, retry_after: float | None = None)
     )
 
 
+def aborted_output(request_id: str) -> TokenOutput:
+    """The end of a request without a token, whose client went away."""
+    return TokenOutput(request_id=request_id, token_ids=(), finish_reason=FinishReason.ABORT)
+
+
 def receive(sock: socket.socket) -> bytes:
     try:
         data = sock.recv(RECEIVE_BYTES)
@@ -224,8 +281,8 @@ def send(sock: socket.socket, *messages: ipc.FromWorker) -> None:
         raise ParentGone from None
 
 
-def resolve(factory: str) -> Callable[[str, EngineOptions], Engine]:
-    """The engine factory ``module:function``; only from modules of optkit and of the tests."""
+def resolve(factory: str) -> Callable[..., Any]:
+    """The function ``module:function``; only from modules of optkit and of the tests."""
     module, _, function = factory.partition(":")
     if not module.startswith(FACTORY_PREFIXES):
         raise ValueError(f"{factory} is not a factory of optkit")
@@ -268,6 +325,12 @@ def load(args: argparse.Namespace, sock: socket.socket, frames: ipc.FrameReader)
     torch.set_num_threads(message.options.threads or cores())
     start = time.monotonic()
     engine = factory(message.artifact_dir, message.options)
+    if message.cache_secret:
+        engine.share_digests(message.cache_secret)
+    if message.peers is not None:
+        engine.peers = resolve(message.peers.factory)(engine, message.cache_secret, message.peers)
+    if message.options.kv_events_config:
+        publish(engine, message.options.kv_events_config)
     gc.collect()
     gc.freeze()  # the model's objects live as long as the process: no collection needs to look at them
     took = time.monotonic() - start

@@ -1,6 +1,7 @@
 """Requests that compute KV and generate nothing: their share of the steps, and the room for their pins.
 
-A request without an answer ranks after every request with an answer, and takes what is left:
+A request that another engine waits for (``Prefill.is_urgent``) takes its turn like one with an answer. Any other
+ranks after every request with an answer, and takes what is left:
 
 - While no other request is in the step, chunks of up to ``ALONE_TOKENS`` tokens. A new request waits for the rest of
   such a chunk and no longer.
@@ -24,6 +25,7 @@ from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.types import Request
 
 ALONE_TOKENS, BESIDE_TOKENS = 256, 64
+URGENT_TOKENS = 256
 REST_STEPS = 20
 ANYTHING = 0  # a token in the place of all that may follow
 
@@ -40,6 +42,12 @@ class Background:
         if prefills or (decodes and self._rest):
             return 0
         return max(self.config.block_size, BESIDE_TOKENS if decodes else ALONE_TOKENS)
+
+    def chunk(self, request: Request, num_new: int) -> int:
+        """``num_new`` tokens of a chunk of a request without an answer, or fewer."""
+        if request.is_background:
+            return self.whole_blocks(request, num_new)
+        return min(num_new, max(URGENT_TOKENS, self.config.block_size))
 
     def whole_blocks(self, request: Request, num_new: int) -> int:
         """``num_new`` tokens of a chunk, or as many as end with a block; the last chunk ends with the prompt."""

@@ -39,7 +39,7 @@ from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.scheduling.cost_model import CostModel, step_work
 from optkit.runtime.scheduling.drafts import Drafts, Proposer
 from optkit.runtime.scheduling.forecast import Forecast
-from optkit.runtime.scheduling.policy import NEVER, make_policy, seconds, ttft_deadline
+from optkit.runtime.scheduling.policy import AT_ONCE, NEVER, make_policy, seconds, ttft_deadline
 from optkit.runtime.scheduling.prefill_only import ANYTHING, Background
 from optkit.runtime.scheduling.step_sizes import StepSizes
 from optkit.runtime.types import (
@@ -77,6 +77,7 @@ class Scheduler:
 
     Attributes:
         announce: called before a step with the ids of the requests beginning in the step.
+        step_start: the time at which the last step began.
     """
 
     steps_in_flight = 1  # steps that are queued before their results are known
@@ -116,7 +117,7 @@ class Scheduler:
         self.announce: Callable[[Sequence[str]], None] = _to_nobody
         self._begun: list[str] = []  # requests admitted for the first time in this step
         self._num_added = 0
-        self._step_start = 0.0
+        self.step_start = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -139,7 +140,7 @@ class Scheduler:
             EngineOverload: the first token would come after the deadline, and ``enforce_ttft_slo`` is set.
         """
         background = received.prefill is not None
-        reason = self.config.refusal(len(received.prompt_ids), received.sampling.max_tokens + background)
+        reason = self._refusal(received)
         if received.request_id in self._requests:
             reason = f"a request with the id {received.request_id!r} is being served"
         if reason:
@@ -149,14 +150,33 @@ class Scheduler:
         if reason := self.background.refusal(request):
             raise EngineRefusal(reason)
         request.times.queued = self.clock()
-        work = request.num_pending - self.kv.cached_tokens(request)
-        rank = NEVER if background else self.policy.rank(received, work)
-        request.rank = (rank, self._num_added)
-        if self.config.enforce_ttft_slo and not background:
+        work = request.num_uncached = request.num_pending - self.kv.cached_tokens(request)
+        request.rank = (self._rank_of(received, work), self._num_added)
+        if self.config.enforce_ttft_slo and not background and not received.continued:
             self._refuse_late(request, work)
         self._num_added += 1
         self._requests[received.request_id] = request
         bisect.insort(self.waiting, request, key=_rank)
+
+    def is_serving(self, request_id: str) -> bool:
+        """True until the request has ended."""
+        return request_id in self._requests
+
+    def _rank_of(self, received: EngineRequest, work: int) -> float:
+        """The place of a request with ``work`` prompt tokens to compute."""
+        if received.prefill is not None and not received.prefill.is_urgent:
+            return NEVER
+        return AT_ONCE if received.continued else self.policy.rank(received, work)
+
+    def _refusal(self, received: EngineRequest) -> str | None:
+        """The reason why a request can never be served, or None."""
+        most = received.sampling.max_tokens + (received.prefill is not None)
+        if reason := self.config.refusal(received.num_prompt, most):
+            return reason
+        end = self.config.final_length(received.num_prompt, most)
+        if not received.num_prompt <= len(received.prompt_ids) < end:
+            return f"after {received.continued} tokens an answer of {most} tokens has no token left"
+        return None
 
     def abort(self, request_id: str) -> TokenOutput | None:
         """Drop a request and free the KV; None for an unknown request."""
@@ -165,9 +185,10 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """The work of the next step; an empty batch if there is none. ``update`` follows, also after an empty batch."""
-        self._step_start = self.clock()
+        self.step_start = self.clock()
         self._give_up()
-        self.kv.pins.expire(self._step_start)
+        self.kv.pins.expire(self.step_start)
+        self.kv.leases.expire(self.step_start)
         ready = self._ready()
         decodes = [ScheduledRequest(request, 1) for request in ready]
         prefills = self._prefills(decodes)
@@ -183,7 +204,7 @@ class Scheduler:
         now = self.clock()
         copied = batch.transfers or batch.state_copies
         if batch.items and not copied and not any(isinstance(r, Failure) for r in results):
-            self.cost.observe(step_work(batch.items), now - self._step_start)
+            self.cost.observe(step_work(batch.items), now - self.step_start)
         outputs: list[TokenOutput] = []
         for item, result in zip(batch.items, results, strict=True):
             if not self._is_here(item.request):
@@ -274,12 +295,16 @@ class Scheduler:
             self.announce(begun)
 
     def _give_up(self) -> None:
-        """End the requests waiting for their first step longer than ``queue_timeout``."""
+        """End the requests waiting for their first step longer than ``queue_timeout``.
+
+        The client of a continued answer already reads, so such a request waits for as long as it takes.
+        """
         if not self.config.queue_timeout:
             return
-        oldest = self._step_start - self.config.queue_timeout
+        oldest = self.step_start - self.config.queue_timeout
         for request in list(self.waiting):
-            if request.times.started is None and request.received.arrival < oldest:
+            is_new = request.times.started is None and not request.received.continued
+            if is_new and request.received.arrival < oldest:
                 self._lost.append(self._finish(request, FinishReason.ERROR, error=QUEUE_TIMEOUT))
 
     def _is_here(self, request: Request) -> bool:
@@ -348,7 +373,7 @@ class Scheduler:
             if full and not request.block_tables:
                 continue
             limit = min(left, target) if items else left
-            if request.is_prefill_only:
+            if request.is_background:
                 limit = min(limit, self.background.limit(decodes=bool(decodes), prefills=bool(items)))
             if limit < 1:
                 break
@@ -367,14 +392,14 @@ class Scheduler:
             if not items:
                 num_new = min(num_new, self.policy.chunk_limit(busy, request.num_computed))
             if request.is_prefill_only:
-                num_new = self.background.whole_blocks(request, num_new)
+                num_new = self.background.chunk(request, num_new)
             num_new = self.kv.states.cut(request, num_new)
             if num_new < 1:
                 break
             if not self._guarded(request, self._cover, request, num_new, decodes):
                 continue
             items.append(ScheduledRequest(request, num_new))
-            ran_background = ran_background or request.is_prefill_only
+            ran_background = ran_background or request.is_background
             left, target = left - num_new, target - num_new
         self.background.stepped(decodes=bool(decodes), ran=ran_background)
         return items
@@ -405,15 +430,15 @@ class Scheduler:
         """
         while not self._has_place(request):
             last = self.running[-1] if self.running else request
-            if request.is_prefill_only or not last.is_prefill_only:
+            if request.is_background or not last.is_background:
                 return False
             self.preempt(last)
         self.waiting.remove(request)
         bisect.insort(self.running, request, key=_rank)
         if request.times.started is None:
-            request.times.started = self._step_start
+            request.times.started = self.step_start
             self._begun.append(request.request_id)
-            request.times.cached_tokens = request.num_computed
+            request.times.cached_tokens = min(request.num_computed, request.num_prompt)
             self.kv.count(request)
         return True
 
@@ -443,7 +468,7 @@ class Scheduler:
 
     def _count_chunk(self, item: ScheduledRequest, now: float) -> None:
         if not item.request.times.reported:
-            item.request.times.prefill += now - self._step_start
+            item.request.times.prefill += now - self.step_start
             item.request.times.num_chunks += 1
 
     def _record(self, item: ScheduledRequest, result: Result) -> list[TokenOutput]:

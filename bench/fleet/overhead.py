@@ -1,0 +1,248 @@
+"""What a fleet costs: one client against a single server, and streams over mock replicas against the mocks alone.
+
+    python -m bench.fleet overhead one --artifact artifact/       # TTFT + 10 ms, TPOT + 0.8 ms at p50
+    python -m bench.fleet overhead many                           # goodput >= 0.95 of the mocks alone
+
+``one`` starts ``optkit serve`` with and without ``--replicas 1``, each with the same threads, and sends requests to
+both in turns, with new prompts. ``many`` has 16 clients over 4 mock replicas that take 10 ms a token. *Alone* are the
+same engine processes and clients without Ray and HTTP. A request counts when its tokens came at most 1.2 x 10 ms apart
+in the mean and the first at most 150 ms after the request; goodput is the tokens of counted requests a second. Needs
+an environment with Ray (``make fleet`` makes ``.fleet``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+import msgspec
+import psutil
+
+from optkit.fleet.mock import MOCK_FACTORY, MockModel
+from optkit.runtime.process.client import EngineClient
+from optkit.runtime.types import EngineRequest, SamplingParams
+
+TTFT_MS, TPOT_MS, GOODPUT = 10.0, 0.8, 0.95  # bounds
+STREAMS, REPLICAS, STEP_SECONDS = 16, 4, 0.010
+VOCABULARY = 49152  # of the default artifact
+SLOWEST_TPOT, SLOWEST_TTFT = 1.2 * STEP_SECONDS, 0.150
+
+
+@dataclass(frozen=True)
+class Timed:
+    """An answer: seconds to the first token, and between tokens in the mean."""
+
+    ttft: float
+    tpot: float
+    num_tokens: int
+
+    @property
+    def is_good(self) -> bool:
+        return self.ttft <= SLOWEST_TTFT and self.tpot <= SLOWEST_TPOT
+
+
+def timed(start: float, times: Sequence[float], num_tokens: int) -> Timed:
+    """The figures of an answer from the times of its chunks."""
+    return Timed(times[0] - start, (times[-1] - times[0]) / max(1, num_tokens - 1), num_tokens)
+
+
+async def streamed(client: httpx.AsyncClient, ids: list[int], max_tokens: int) -> Timed:
+    """An answer over HTTP; a chunk is a token here."""
+    body = {"prompt": ids, "max_tokens": max_tokens, "temperature": 0, "stream": True, "ignore_eos": True}
+    times, start = [], time.perf_counter()
+    async with client.stream("POST", "/v1/completions", json=body) as lines:
+        if lines.status_code != 200:
+            raise SystemExit((await lines.aread()).decode())
+        async for line in lines.aiter_lines():
+            if line.startswith('data: {"') and '"text":' in line:
+                times.append(time.perf_counter())
+    return timed(start, times, max_tokens)
+
+
+def cpu_of(process: psutil.Process) -> dict[str, float]:
+    """CPU seconds so far of ``process`` and all below, by kind of process."""
+    found: dict[str, float] = {}
+    for each in [process, *process.children(recursive=True)]:
+        try:
+            words, times = each.cmdline(), each.cpu_times()
+        except psutil.Error:
+            continue
+        kind = words[0] if words and words[0].startswith("ray::") else "ray's own"
+        if each.pid == process.pid:
+            kind = "server"
+        elif "optkit.runtime.process.worker" in words:
+            kind = "engines"
+        kind = (
+            "replicas"
+            if kind.startswith("ray::Worker")
+            else kind.partition(":")[0]
+            if "ray::" in kind
+            else kind
+        )
+        found[kind] = found.get(kind, 0.0) + times.user + times.system
+    return found
+
+
+@asynccontextmanager
+async def serving(*arguments: str) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the server that ``python -m`` with ``arguments`` starts."""
+    command = [sys.executable, "-m", *arguments]
+    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        line = (await process.stdout.readline()).decode()
+        url = line.partition(" ready at ")[2].split(" ")[0]
+        if not url:
+            raise SystemExit(f"the server did not start: {line}")
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=url, timeout=120.0, limits=limits, trust_env=False) as client:
+            client.headers["x-server"] = str(process.pid)
+            yield client
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+# -- one client --------------------------------------------------------------------------------------------
+
+
+async def one(args: argparse.Namespace) -> dict[str, Any]:
+    """Both servers at once, asked in turns."""
+    rng = random.Random(args.seed)
+    command = ("optkit.cli.main", "serve", args.artifact, "--port", "0", "--threads", str(args.threads))
+    found: dict[str, list[Timed]] = {"single": [], "fleet": []}
+    async with (
+        serving(*command) as single,
+        serving(*command, "--replicas", "1") as fleet,
+    ):
+        clients = {"single": single, "fleet": fleet}
+        for turn in range(args.requests + 3):
+            for name in rng.sample(sorted(clients), 2):
+                ids = [rng.randrange(1000, 20000) for _ in range(args.prompt_tokens)]
+                answer = await streamed(clients[name], ids, args.max_tokens)
+                if turn >= 3:  # warm
+                    found[name].append(answer)
+    result: dict[str, Any] = {}
+    for name, answers in found.items():
+        result[f"{name} TTFT p50 ms"] = 1000 * median(answer.ttft for answer in answers)
+        result[f"{name} TPOT p50 ms"] = 1000 * median(answer.tpot for answer in answers)
+    result["TTFT + ms"] = result["fleet TTFT p50 ms"] - result["single TTFT p50 ms"]
+    result["TPOT + ms"] = result["fleet TPOT p50 ms"] - result["single TPOT p50 ms"]
+    result["passed"] = result["TTFT + ms"] <= TTFT_MS and result["TPOT + ms"] <= TPOT_MS
+    return result
+
+
+# -- many clients ------------------------------------------------------------------------------------------
+
+
+def goodput(answers: Sequence[Timed], seconds: float) -> float:
+    return sum(answer.num_tokens for answer in answers if answer.is_good) / seconds
+
+
+async def many(args: argparse.Namespace) -> dict[str, Any]:
+    """The mocks alone, then the same load through the fleet."""
+    model = msgspec.json.encode(MockModel(step_seconds=STEP_SECONDS, vocab_size=VOCABULARY)).decode()
+    result: dict[str, Any] = {}
+    for name, run in (("alone", alone), ("fleet", through_fleet)):
+        answers, seconds = await run(model, args)
+        result[f"{name} tokens/s"] = sum(answer.num_tokens for answer in answers) / seconds
+        result[f"{name} goodput"] = goodput(answers, seconds)
+        result[f"{name} TTFT p50 ms"] = 1000 * median(answer.ttft for answer in answers)
+        result[f"{name} TTFT max ms"] = 1000 * max(answer.ttft for answer in answers)
+        result[f"{name} TPOT p50 ms"] = 1000 * median(answer.tpot for answer in answers)
+    result["goodput share"] = result["fleet goodput"] / max(result["alone goodput"], 1e-9)
+    result["passed"] = result["goodput share"] >= GOODPUT
+    return result
+
+
+async def load(ask: Any, args: argparse.Namespace) -> tuple[list[Timed], float]:
+    """The answers of ``STREAMS`` clients, each with ``args.requests`` requests in a row, and the seconds of all."""
+    rng = random.Random(args.seed)
+    prompts = [[rng.randrange(40, 500) for _ in range(32)] for _ in range(STREAMS * args.requests)]
+    found: list[Timed] = []
+
+    async def client(index: int) -> None:
+        for ids in prompts[index::STREAMS]:
+            found.append(await ask(index, ids))
+
+    start = time.perf_counter()
+    await asyncio.gather(*map(client, range(STREAMS)))
+    return found, time.perf_counter() - start
+
+
+async def alone(model: str, args: argparse.Namespace) -> tuple[list[Timed], float]:
+    """Engine processes of this process; each client has an engine."""
+    engines = [EngineClient(model, factory=MOCK_FACTORY) for _ in range(REPLICAS)]
+    await asyncio.gather(*(engine.start() for engine in engines))
+
+    async def ask(index: int, ids: list[int]) -> Timed:
+        sampling = SamplingParams(max_tokens=args.max_tokens, temperature=0.0)
+        name = f"{index}-{time.perf_counter_ns()}"
+        request = EngineRequest(
+            request_id=name, prompt_ids=tuple(ids), sampling=sampling, arrival=time.monotonic()
+        )
+        start, times, count = time.perf_counter(), list[float](), 0
+        async for output in engines[index % REPLICAS].generate(request):
+            if output.token_ids:
+                times.append(time.perf_counter())
+                count += len(output.token_ids)
+        return timed(start, times, count)
+
+    try:
+        return await load(ask, args)
+    finally:
+        await asyncio.gather(*(engine.stop() for engine in engines))
+
+
+async def through_fleet(model: str, args: argparse.Namespace) -> tuple[list[Timed], float]:
+    """The server of a fleet of mocks, over HTTP."""
+    async with serving("bench.fleet.mock_server", args.artifact, model, str(REPLICAS)) as client:
+
+        async def ask(index: int, ids: list[int]) -> Timed:
+            return await streamed(client, ids, args.max_tokens)
+
+        await asyncio.gather(*(streamed(client, [50 + index], 5) for index in range(STREAMS)))  # warm
+        server = psutil.Process(int(client.headers["x-server"]))
+        before = cpu_of(server)
+        answers, seconds = await load(ask, args)
+        tokens = sum(answer.num_tokens for answer in answers)
+        for kind, spent in cpu_of(server).items():
+            print(f"CPU us a token, {kind:12} {1e6 * (spent - before.get(kind, 0.0)) / tokens:6.0f}")
+        return answers, seconds
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=["one", "many"])
+    parser.add_argument("--artifact", default="artifact")
+    parser.add_argument("--requests", type=int, default=20, help="of each server, or of each client")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save-result", type=Path)
+    args = parser.parse_args(arguments)
+    result = asyncio.run(one(args) if args.what == "one" else many(args))
+    for name, value in result.items():
+        print(f"{name:24} {value:.3f}" if isinstance(value, float) else f"{name:24} {value}")
+    if args.save_result:
+        args.save_result.write_text(json.dumps({"kind": f"fleet-overhead-{args.what}", **result}) + "\n")
+    return 0 if result["passed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,200 @@
+"""Placement: where a prompt is computed, and where its answer: here, there, or with KV from a peer.
+
+Beside the local option of each replica ``d`` (``optkit.fleet.score``) a prompt has two kinds for each peer ``p``::
+
+    local     queue(d) + prefill(d, uncached)
+    fetch     max(queue(d), bytes / bandwidth) + prefill(d, uncached after the fetch)
+    computed  max(queue(d), queue(p) + max(prefill(p), bytes / bandwidth) + last bytes / bandwidth) + prefill(d, rest)
+
+The option with the least cost wins: the predicted time to first token, and the seconds by which the prompt makes
+tokens of running streams later than promised, on ``p`` and on ``d``. So prefill goes apart from decode where that is
+faster, or where it keeps a promise, and never by a length or a role. A role is a weight
+(``ReplicaReport.prefill_weight``): seconds of prefill for others count less above 1 and more below.
+
+No clock and no call. ``Links`` learns the bandwidth from the counters in the reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import nlargest, nsmallest
+
+from optkit.fleet.digests import Prompt
+from optkit.fleet.replica import Fetch, ReplicaReport
+from optkit.fleet.score import Candidate, Option, lateness, local, prefill_seconds
+
+CHUNK_TOKENS = 256  # between two transfers of a prompt that is computed for another replica
+PRIOR_SECONDS = 5e-3  # of a fetch beside its bytes
+PRIOR_BANDWIDTH = 1e8  # bytes a second: 1 Gbit/s, until a fetch was measured
+SMALLEST_SAMPLE = 1 << 16  # bytes
+LEARNING = 0.3  # of the latest sample
+
+
+@dataclass
+class Link:
+    """The measured way into a replica.
+
+    Attributes:
+        bandwidth: bytes a second.
+        num_bytes, seconds: of all fetches, as reported last.
+    """
+
+    bandwidth: float = PRIOR_BANDWIDTH
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class Links:
+    """The bandwidth into each replica, from the counters of its fetches."""
+
+    links: dict[str, Link] = field(default_factory=dict)
+
+    def observe(self, replica_id: str, num_bytes: int, seconds: float) -> None:
+        """Take in the counters of a replica: bytes fetched so far, and the seconds of the fetches."""
+        link = self.links.setdefault(replica_id, Link())
+        if num_bytes < link.num_bytes:  # another engine
+            link.num_bytes, link.seconds = 0, 0.0
+        new_bytes, new_seconds = num_bytes - link.num_bytes, seconds - link.seconds
+        if new_bytes >= SMALLEST_SAMPLE and new_seconds > 0:
+            link.bandwidth += LEARNING * (new_bytes / new_seconds - link.bandwidth)
+            link.num_bytes, link.seconds = num_bytes, seconds
+
+    def seconds(self, replica_id: str, num_bytes: float) -> float:
+        """The predicted seconds of ``num_bytes`` into a replica, without the connection."""
+        return num_bytes / self.links.get(replica_id, Link()).bandwidth
+
+
+class Placement:
+    """The options with KV from a peer (``optkit.fleet.router.Alternatives``).
+
+    For each replica two peers are looked at: the one with most blocks, and the one that computes the prompt at the
+    least cost. A replica whose queue alone takes longer than another's prompt is left out. So a decision takes time in
+    proportion to the replicas.
+
+    Args:
+        tpot: seconds promised between two tokens of a stream, as for the router; None promises nothing.
+    """
+
+    def __init__(self, tpot: float | None = None) -> None:
+        self.tpot, self.links = tpot, Links()
+
+    def __call__(self, prompt: Prompt, candidates: Sequence[Candidate], now: float = 0.0) -> list[Option]:
+        kinds: dict[tuple[str, str, int], list[Candidate]] = {}
+        for each in candidates:
+            stats, report = each.report.stats, each.report
+            self.links.observe(each.replica_id, stats.kv_bytes_fetched, 1e-6 * stats.kv_fetch_microseconds)
+            if report.kv_layout:
+                kinds.setdefault((report.version, report.kv_layout, report.block_size), []).append(each)
+        return [option for alike in kinds.values() if len(alike) > 1 for option in self._among(prompt, alike)]
+
+    def _among(self, prompt: Prompt, alike: Sequence[Candidate]) -> list[Option]:
+        """The options among replicas that can exchange blocks."""
+        size = alike[0].report.block_size
+        last = max(0, len(prompt) - 1) // size
+        peers = [each for each in alike if each.report.peer_address]
+        holders = nlargest(2, peers, key=lambda peer: peer.hit_blocks)
+        sources = [computing(peer, last * size, self.tpot) for peer in peers if computes(peer, last)]
+        sources = nsmallest(2, sources, key=lambda source: source.cost)
+        enough = min(local(each, len(prompt), self.tpot).cost for each in alike)
+        found: list[Option] = []
+        for here in alike:
+            if here.queue > enough:
+                continue
+            way = Way(prompt, here, last, self.links, self.tpot)
+            found += [way.fetched(peer) for peer in holders if peer is not here][:1]
+            found += [way.computed(source) for source in sources if source.peer is not here][:1]
+        return [option for option in found if option.fetch is not None and option.fetch.digests]
+
+
+@dataclass(frozen=True)
+class Computing:
+    """A peer that computes a prompt for another replica.
+
+    Attributes:
+        seconds: until the prompt is computed, without the transfer.
+        prefill: the part of ``seconds`` after the peer's queue.
+        late: the lateness of the peer's streams, and what the peer's weight adds.
+    """
+
+    peer: Candidate
+    seconds: float
+    prefill: float
+    late: float
+
+    @property
+    def cost(self) -> float:
+        """The seconds to compare peers by."""
+        return self.seconds + self.late
+
+
+def computes(peer: Candidate, num_blocks: int) -> bool:
+    """True where ``peer`` may compute ``num_blocks`` blocks for others, and has to."""
+    return peer.hit_blocks < num_blocks and peer.report.prefill_weight > 0
+
+
+def computing(peer: Candidate, num_tokens: int, tpot: float | None) -> Computing:
+    """The cost of ``num_tokens`` tokens computed by ``peer``."""
+    report, new = peer.report, num_tokens - peer.hit_tokens
+    prefill = prefill_seconds(report.prefill_seconds, new)
+    step = prefill_seconds(report.prefill_seconds, min(new, CHUNK_TOKENS))
+    late = -(-new // CHUNK_TOKENS) * lateness(report, step, new, tpot)
+    return Computing(peer, peer.queue + prefill, prefill, late + prefill * (1 / report.prefill_weight - 1))
+
+
+@dataclass(frozen=True)
+class Way:
+    """A prompt with ``last`` blocks that caches may give, answered by the replica ``here``."""
+
+    prompt: Prompt
+    here: Candidate
+    last: int
+    links: Links
+    tpot: float | None
+
+    def fetched(self, peer: Candidate) -> Option:
+        """With the blocks that ``peer`` has and the replica has not; without digests where there are none."""
+        last = max(min(peer.hit_blocks, self.last), self.num_known)
+        arrival = PRIOR_SECONDS + self._seconds(last - self.num_known)
+        return self._option(arrival, self._fetch(peer.report, last), last)
+
+    def computed(self, source: Computing) -> Option:
+        """With all whole blocks computed by a peer."""
+        size, missing = self.here.report.block_size, self.last - self.num_known
+        behind = min(missing, -(-CHUNK_TOKENS // size))  # blocks of the last chunk travel after it
+        slower = max(0.0, self._seconds(missing) - source.prefill)
+        arrival = PRIOR_SECONDS + source.seconds + slower + self._seconds(behind)
+        fetch = self._fetch(source.peer.report, self.last, computes=True)
+        return self._option(
+            arrival, fetch, self.last, source.late, ((source.peer.replica_id, source.prefill),)
+        )
+
+    @property
+    def num_known(self) -> int:
+        """The blocks in the replica's own cache."""
+        return min(self.here.hit_blocks, self.last)
+
+    def _option(
+        self,
+        arrival: float,
+        fetch: Fetch,
+        known: int,
+        further: float = 0.0,
+        charges: tuple[tuple[str, float], ...] = (),
+    ) -> Option:
+        """The option with ``known`` blocks at the replica after ``arrival`` seconds, at the cost of ``further``."""
+        report = self.here.report
+        left = len(self.prompt) - known * report.block_size
+        prefill = prefill_seconds(report.prefill_seconds, left)
+        seconds = max(self.here.queue, arrival) + prefill
+        late = lateness(report, prefill, left, self.tpot) + further
+        return Option(self.here, seconds, fetch, ((report.replica_id, prefill), *charges), late)
+
+    def _seconds(self, num_blocks: int) -> float:
+        report = self.here.report
+        return self.links.seconds(report.replica_id, num_blocks * report.block_bytes)
+
+    def _fetch(self, source: ReplicaReport, last: int, computes: bool = False) -> Fetch:
+        digests = self.prompt.digests(self.here.report.block_size)
+        return Fetch(source.replica_id, source.peer_address, digests[self.num_known : last], computes)

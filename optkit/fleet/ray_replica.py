@@ -1,0 +1,201 @@
+"""A replica in a Ray cluster (imports Ray): a deployment of Ray Serve, and an actor with the engine.
+
+Serve starts, places, checks, scales and replaces ``EngineReplica``s, and no request passes through one. Each starts a
+``Worker``: an actor with a supervisor and an engine process, called by servers directly. Both end together, so Serve
+replaces both. An engine that dies alone is started again by the worker's supervisor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from typing import Any
+
+import msgspec
+import ray
+from ray import serve
+from ray.exceptions import RayError
+
+from optkit.artifact.manifest import content_digest
+from optkit.errors import UserError, first_line
+from optkit.fleet.autoscale import metrics_of
+from optkit.fleet.config import FleetConfig, read_config
+from optkit.fleet.local import LocalReplica
+from optkit.fleet.replica import ReplicaGone
+from optkit.fleet.secrets import digest_secret
+from optkit.fleet.served_replica import ServedReplica
+from optkit.machine import logs
+from optkit.recipe.engine_options import engine_options
+from optkit.runtime.kv.peers import PeerSetup
+from optkit.runtime.process.client import EngineClient
+from optkit.runtime.process.launch import DEFAULT_FACTORY, launch
+from optkit.serve.server import client_maker
+from optkit.serve.supervisor import EngineSupervisor
+
+log = logging.getLogger("optkit.fleet")
+
+NAMESPACE = "optkit"
+MAX_CALLS = 10_000  # of a worker at once; the engine and the server have limits of their own
+STARTING = "the replica is starting"
+
+
+class Worker(ServedReplica):
+    """The actor with the engine. ``start`` comes first; other calls fail before."""
+
+    def __init__(self, args: dict[str, Any], replica_id: str, secret: bytes) -> None:
+        logs.configure()
+        self._config, self._replica_id, self._secret = read_config(args), replica_id, secret
+        self._supervisor: EngineSupervisor | None = None
+
+    async def start(self) -> str | None:
+        """Load the engine; returns the error of a config or an artifact that can't be served, in one line."""
+        try:
+            self._supervisor = await _supervised(self._config, self._secret)
+        except UserError as error:
+            return error.line()
+        self._local = LocalReplica(self._supervisor, self._replica_id, self._config.digest)
+        super().__init__(self._local)
+        return None
+
+    async def load(self) -> dict[str, float]:
+        """The work of the replica, as metrics of Ray Serve."""
+        return metrics_of(self._local.load())
+
+    async def report(self, since: bytes) -> bytes:
+        if self._supervisor is None:
+            raise ReplicaGone(STARTING, was_begun=False, replica_id=self._replica_id)
+        return await super().report(since)
+
+    async def open(self, link: str) -> None:
+        if self._supervisor is None:
+            raise ReplicaGone(STARTING, was_begun=False, replica_id=self._replica_id)
+        await super().open(link)
+
+    async def until_lost(self) -> None:
+        """Return when there is no engine and none will come."""
+        if self._supervisor is not None:
+            await self._supervisor.wait_gave_up()
+
+    async def stop(self) -> None:
+        """End the engine."""
+        if self._supervisor is not None:
+            await self._supervisor.stop()
+
+
+async def _supervised(config: FleetConfig, secret: bytes) -> EngineSupervisor:
+    """The supervisor of a loaded engine, whose process imports while the artifact is verified.
+
+    Args:
+        secret: of digests.
+    """
+    address = f"{ray.util.get_node_ip_address()}:0"
+    with launch(config.factory) as launched:
+        if config.factory == DEFAULT_FACTORY:
+            artifact = await asyncio.to_thread(config.open)
+            options = engine_options(artifact.recipe, config.engine)
+            setup = PeerSetup(address=address, version=content_digest(artifact.manifest))
+            supervisor = EngineSupervisor(client_maker(artifact, options, launched, secret, setup))
+        else:
+            first, setup = [launched], PeerSetup(address=address, version=config.digest)
+            supervisor = EngineSupervisor(
+                lambda: EngineClient(
+                    config.artifact,
+                    engine_options(None, config.engine),
+                    factory=config.factory,
+                    launched=first.pop() if first else None,
+                    cache_secret=secret,
+                    peers=setup,
+                )
+            )
+        await supervisor.start()
+        return supervisor
+
+
+class EngineReplica:
+    """The part of a replica that Ray Serve manages."""
+
+    async def __init__(self, args: dict[str, Any]) -> None:
+        config, context = read_config(args), serve.get_replica_context()
+        name = context.replica_id.unique_id
+        actor = ray.remote(Worker).options(  # type: ignore[attr-defined]
+            name=worker_name(context.app_name, name),
+            namespace=NAMESPACE,
+            num_cpus=config.cpus,
+            num_gpus=config.gpus,
+            max_concurrency=MAX_CALLS,
+        )
+        self._worker = actor.remote(args, name, digest_secret(context.app_name))
+        problem = await self._worker.start.remote()
+        if problem is not None:
+            raise RuntimeError(problem)
+        self._watching = asyncio.create_task(self._end_with_worker())
+
+    async def _end_with_worker(self) -> None:
+        """End the process when the worker has ended: Serve sees a dead actor at once, but a bad health three times."""
+        try:
+            await self._worker.until_lost.remote()
+            reason = "the engine died again and again"
+        except RayError as error:
+            reason = first_line(error)
+        log.error("the replica ends: %s", reason)
+        os._exit(1)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """The metrics for the autoscaling policy; Serve asks for them."""
+        return await self._worker.load.remote()  # type: ignore[no-any-return]
+
+    async def __del__(self) -> None:
+        """Let running answers finish, then end the engine; Serve sends no replica away in another way."""
+        watching = getattr(self, "_watching", None)
+        if watching is None:
+            return
+        watching.cancel()
+        await self._worker.drain.remote()
+        await self._worker.stop.remote()
+        ray.kill(self._worker)
+
+
+def worker_name(app: str, replica_id: str) -> str:
+    """The name of a worker's actor in ``NAMESPACE``."""
+    return f"{app}/{replica_id}"
+
+
+def replica_count(config: FleetConfig) -> dict[str, Any]:
+    """The number of replicas as options of a deployment: fixed, or by the autoscaling policy alone."""
+    if config.autoscale is None:
+        return {"num_replicas": config.replicas}
+    policy = {
+        "policy_function": "optkit.fleet.autoscale:PredictedTtftPolicy",
+        "policy_kwargs": msgspec.to_builtins(config.autoscale),
+    }
+    scaling = {
+        "min_replicas": config.autoscale.min_replicas,
+        "initial_replicas": config.replicas,
+        "max_replicas": config.autoscale.max_replicas,
+        "metrics_interval_s": 1.0,
+        "look_back_period_s": 2.0,
+        "upscale_delay_s": 0.0,  # the policy has delays of its own
+        "downscale_delay_s": 0.0,
+        "policy": policy,
+    }
+    return {"autoscaling_config": scaling}
+
+
+def replica_deployment(config: FleetConfig) -> serve.Deployment:
+    """The deployment of the replicas: all of one replica on one node, as many replicas as the config says."""
+    bundle = {"CPU": config.cpus} | ({"GPU": config.gpus} if config.gpus else {})
+    return serve.deployment(  # type: ignore[no-any-return]
+        EngineReplica,
+        name="EngineReplica",
+        **replica_count(config),
+        ray_actor_options={"num_cpus": 0},
+        placement_group_bundles=[bundle],
+        placement_group_strategy="STRICT_PACK",
+        max_ongoing_requests=256,
+        health_check_period_s=2.0,
+        health_check_timeout_s=10.0,
+        graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=config.drain_seconds,
+        max_constructor_retry_count=3,
+    )

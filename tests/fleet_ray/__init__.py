@@ -1,0 +1,1 @@
+"""Fleets on a real Ray, in an environment with Ray; ``make fleet`` runs them."""
