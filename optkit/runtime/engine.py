@@ -72,6 +72,7 @@ class Engine:
         departed: returns the ids of requests without a client, which ``abort`` will end after the step; called
             between parts of a step.
         make_embedder: makes the embedder at the first use; None where there is none, as on GPUs.
+        alive: raises where another process of the engine has ended; called while there is no work.
         grammars: compiles the constraints of requests; None for an engine without a tokenizer, which refuses them.
         observer: is told of each step, for a profile.
     """
@@ -104,6 +105,7 @@ class Engine:
         )
         self._copy_seconds = 0.0  # of a block, one way
         self.departed: Callable[[], AbstractSet[str]] = frozenset
+        self.alive: Callable[[], None] = no_check
         self.observer: StepObserver = NoObserver()
         self.make_embedder: MakeEmbedder | None = None
         self._embedder: Embedder | None = None
@@ -334,6 +336,7 @@ class Engine:
             config=c,
             memory_plan=plan,
             vocab_size=runner.vocab_size,
+            tensor_parallel_size=getattr(runner, "num_ranks", 1),
             gpu_memory_utilization=self.memory_share,
         )
 
@@ -360,6 +363,10 @@ class Engine:
                     raise RequestFailed(output.error)
                 texts[output.request_id] += output.token_ids
         return list(texts.values())
+
+
+def no_check() -> None:
+    """Find nothing wrong: the engine is one process."""
 
 
 def work_of(batch: Batch) -> list[Work]:

@@ -29,6 +29,7 @@ from optkit.kernels import reference
 MAX_TAPS = 64
 MAX_KEY_CHANNELS = 1024  # of a head: kernels keep so many rows of a state close to the processor
 
+WHOLE_STATES = "recurrent states are not shared by ranks"
 UNWRITTEN = {CUDA: "no GPU kernel is written: the reference runs, token by token"}
 SEQUENCES = (
     batch("query_start", Kind.INT32, "S+1"),
@@ -99,6 +100,7 @@ OPS = (
         ),
         state("conv_state", "P C", Kind.FLOAT32),
         Choice("activation", reference.ACTIVATIONS),
+        unshared=WHOLE_STATES,
     ),
     of_states(
         reference.gated_delta_rule,
@@ -113,6 +115,7 @@ OPS = (
         state("recurrent_state", "H D E", Kind.FLOAT32),
         Number("scale", required=True),
         Choice("l2norm", (0, 1)),
+        unshared=WHOLE_STATES,
     ),
     of_states(
         reference.ssd_scan,
@@ -126,6 +129,7 @@ OPS = (
             optional(per_channel("D", "H")),
         ),
         state("ssm_state", "H D E", Kind.FLOAT32),
+        unshared=WHOLE_STATES,
     ),
     of_states(
         reference.selective_scan,
@@ -139,5 +143,6 @@ OPS = (
             optional(per_channel("D", "C")),
         ),
         state("ssm_state", "D C", Kind.FLOAT32),
+        unshared=WHOLE_STATES,
     ),
 )

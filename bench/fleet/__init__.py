@@ -1,0 +1,1 @@
+"""Measurements of fleets: a module a figure."""
