@@ -28,14 +28,18 @@ from optkit.parallel.sizes import check_size
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
 
 WHERE = "tensor_parallel.size"
-CHECKED_BYTES = 2 << 30  # of weights: a larger model is checked by shapes alone, since the check needs them twice
+CHECKED_BYTES = (
+    2 << 30
+)  # of weights: a larger model is checked by shapes alone, since the check needs them twice
 CHECKED_TOKENS = 8
 TOLERANCE = 1e-3  # of the largest logit: far above rounding, far below a wrong share
 
 
 class TensorParallelConfig(Config):
     size: int = Field(
-        ge=2, le=MAX_RANKS, description="processes that share every layer; it must divide the number of KV heads"
+        ge=2,
+        le=MAX_RANKS,
+        description="processes that share every layer; it must divide the number of KV heads",
     )
 
 
@@ -53,7 +57,9 @@ class TensorParallel(Pass):
         """
         check_size(graph.meta, self.config.size, WHERE)
         shared, whole = describe(graph, self.config.size)
-        return Plan([Site(name, ()) for name in shared], [Skip(name, reason) for name, reason in whole.items()])
+        return Plan(
+            [Site(name, ()) for name in shared], [Skip(name, reason) for name, reason in whole.items()]
+        )
 
     def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
         """Prove that the ranks' graphs compute what ``graph`` does, and note the size.

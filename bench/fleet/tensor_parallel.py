@@ -69,7 +69,12 @@ def weights(directory: str, size: int) -> dict[str, Any]:
     head = max(w.nbytes for w in graph.weights.values() if w.shape[0] == graph.meta.vocab_size)
     whole = graph.num_bytes()
     parts = [rank_graph(graph, rank, size).num_bytes() for rank in range(size)]
-    return {"whole": whole, "ranks": parts, "share": max(parts) / whole, "bound": (0.4 * whole + head) / whole}
+    return {
+        "whole": whole,
+        "ranks": parts,
+        "share": max(parts) / whole,
+        "bound": (0.4 * whole + head) / whole,
+    }
 
 
 def tokens(directory: str, size: int) -> dict[str, Any]:
@@ -91,7 +96,15 @@ def exchange(size: int) -> dict[str, Any]:
     """Microseconds of an all-reduce between ``size`` processes, by the size of the message."""
     region = SharedRegion(size)
     os.set_inheritable(region.fd, True)
-    command = [sys.executable, "-m", "bench.fleet.tensor_parallel", "--region", str(region.fd), "--size", str(size)]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.fleet.tensor_parallel",
+        "--region",
+        str(region.fd),
+        "--size",
+        str(size),
+    ]
     others = [
         subprocess.Popen([*command, "--rank", str(rank)], pass_fds=[region.fd], stdout=subprocess.DEVNULL)
         for rank in range(1, size)
@@ -132,7 +145,9 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.fleet tensor_parallel", description=__doc__)
     parser.add_argument("--float", dest="float_artifact", help="artifact of the recipe baseline")
     parser.add_argument("--int8", dest="int8_artifact", help="artifact of the recipe ttft-cpu")
-    parser.add_argument("--model", help="the model's directory, for transformers; by default the float artifact")
+    parser.add_argument(
+        "--model", help="the model's directory, for transformers; by default the float artifact"
+    )
     parser.add_argument("--size", type=int, default=3, help="ranks")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--region", type=int, help=argparse.SUPPRESS)

@@ -6,6 +6,7 @@ NCCL was not run: it needs a GPU for each rank. Tests run both exchanges by gloo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from optkit.kernels.collectives import reduced
 
+TIMEOUT_SECONDS = 120.0
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -47,7 +49,13 @@ class DistributedRank:
 
 def join(backend: str, file: str, rank: int, size: int) -> DistributedRank:
     """The communicator of ``rank``; the ranks meet in ``file``, which is empty and writable for all of them."""
-    dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=size)
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{file}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=TIMEOUT_SECONDS),
+    )
     group = dist.group.WORLD
     if group is None:
         raise RuntimeError("torch.distributed has no process group")

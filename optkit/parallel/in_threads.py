@@ -13,7 +13,9 @@ from torch import Tensor
 from optkit.kernels.collectives import CollectiveFailed, Communicator, Threads, using
 
 
-def in_threads(work: Callable[[int], Any], size: int, ranks: Sequence[Communicator] | None = None) -> list[Any]:
+def in_threads(
+    work: Callable[[int], Any], size: int, ranks: Sequence[Communicator] | None = None
+) -> list[Any]:
     """The results of ``work(rank)``, each in a thread of its own with the rank's communicator.
 
     Args:
@@ -35,7 +37,8 @@ def in_threads(work: Callable[[int], Any], size: int, ranks: Sequence[Communicat
             group.abort()
 
     threads = [
-        threading.Thread(target=contextvars.copy_context().run, args=(run, rank), daemon=True) for rank in range(size)
+        threading.Thread(target=contextvars.copy_context().run, args=(run, rank), daemon=True)
+        for rank in range(size)
     ]
     for thread in threads:
         thread.start()

@@ -128,7 +128,9 @@ class Planner:
         sources = frozenset([node.name])
         share = Share(1, self.parts(node, value.shape[1]), self.units.get(node.name, 1), sources)
         if not share.fits(self.size):
-            self.whole[node.name] = f"{value.shape[1]} columns are no {self.size} shares in units of {share.unit}"
+            self.whole[node.name] = (
+                f"{value.shape[1]} columns are no {self.size} shares in units of {share.unit}"
+            )
             return None
         self.found.actions[node] = Action.COLUMNS
         return share
@@ -215,7 +217,9 @@ class Planner:
         activations = [op.argument(node, o.name) for o in op.tensors if o.role is Role.ACTIVATION]
         if not set(activations) <= set(given):
             self.refuse(node, given, f"{op.name} combines shared and whole channels")
-        vectors = [a for o in op.tensors if o.role is Role.BIAS and (a := op.argument(node, o.name)) is not None]
+        vectors = [
+            a for o in op.tensors if o.role is Role.BIAS and (a := op.argument(node, o.name)) is not None
+        ]
         if vectors and (share.dim != self.values[given[0]].ndim - 1):
             self.refuse(node, given)
         self.found.weights[node] = [(vector, 0, share) for vector in vectors]
@@ -243,7 +247,9 @@ class Planner:
         names = ("q", "k", "v")
         activations = [op.argument(node, name) for name in names]
         shares = [self.found.shares.get(a) for a in activations]
-        pools = [str(a.target) for o in op.tensors if o.role is Role.CACHE if (a := op.argument(node, o.name))]
+        pools = [
+            str(a.target) for o in op.tensors if o.role is Role.CACHE if (a := op.argument(node, o.name))
+        ]
         ready = all(isinstance(s, Share) and s.dim == 1 and len(s.parts) == 1 for s in shares)
         if not ready or not all(s.is_even(self.size) for s in shares):
             self.refuse(node, given, "its heads are not shared out evenly")

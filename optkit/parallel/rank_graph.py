@@ -164,7 +164,11 @@ class Rewriter:
     def sums(self, node: fx.Node) -> None:
         """Multiply the rank's input channels in int8, and add the int32 sums of all ranks before they become floats."""
         op = ops.op_of(node)
-        scale, weight_scale, bias = op.argument(node, "scale"), op.argument(node, "weight_scale"), op.bias(node)
+        scale, weight_scale, bias = (
+            op.argument(node, "scale"),
+            op.argument(node, "weight_scale"),
+            op.bias(node),
+        )
         self.cut_rows(node)
         with self.graph.fx.inserting_before(node):
             sums = self.call(reference.int8_sums, node.args[0], op.weight(node))

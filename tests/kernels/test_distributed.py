@@ -40,7 +40,8 @@ def by_gloo(folder: Path) -> list[list[torch.Tensor]]:
     ]
     outputs = [process.communicate(timeout=120)[0] for process in started]
     return [
-        [torch.tensor([float(n) for n in part.split(",")]) for part in output.strip().split(";")] for output in outputs
+        [torch.tensor([float(n) for n in part.split(",")]) for part in output.strip().split(";")]
+        for output in outputs
     ]
 
 
@@ -48,10 +49,16 @@ def by_gloo(folder: Path) -> list[list[torch.Tensor]]:
 def test_gloo_and_shared_memory_give_the_same_bits(tmp_path: Path) -> None:
     def work(rank: SharedRank) -> list[torch.Tensor]:
         x = inputs(rank.rank)
-        sums = [rank.all_reduce(x, "sum"), rank.all_reduce(x, "max"), rank.all_reduce(x.to(torch.int32), "sum")]
+        sums = [
+            rank.all_reduce(x, "sum"),
+            rank.all_reduce(x, "max"),
+            rank.all_reduce(x.to(torch.int32), "sum"),
+        ]
         return [*sums, rank.all_gather(x, [3, 9])]
 
     expected = in_ranks(2, work)[0]
     assert torch.equal(expected[0], reduced([inputs(0), inputs(1)], "sum"))
     for found in by_gloo(tmp_path):
-        assert all(torch.equal(one, other.flatten().float()) for one, other in zip(found, expected, strict=True))
+        assert all(
+            torch.equal(one, other.flatten().float()) for one, other in zip(found, expected, strict=True)
+        )

@@ -69,7 +69,9 @@ def test_nan_is_the_largest_in_every_rank() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
 @pytest.mark.parametrize(("rows", "total", "unit"), [(1, 10, 1), (5, 97, 1), (3, 96, 32), (2, 700_001, 1)])
-def test_gathered_columns_are_those_of_the_whole(dtype: torch.dtype, rows: int, total: int, unit: int) -> None:
+def test_gathered_columns_are_those_of_the_whole(
+    dtype: torch.dtype, rows: int, total: int, unit: int
+) -> None:
     whole = torch.randint(0, 256, (rows, total), generator=torch.Generator().manual_seed(total)).to(dtype)
     sizes = shares(total, unit, 3)
     parts = whole.split(sizes, dim=1)
@@ -88,7 +90,9 @@ def test_thousands_of_unlike_rounds_stay_in_step() -> None:
 
     def work(rank: SharedRank) -> bool:
         given = [numbers(rank.rank, n) for n in lengths[:6]]
-        return all(torch.equal(rank.all_reduce(given[i % 6], "sum"), totals[i % 6]) for i in range(len(lengths)))
+        return all(
+            torch.equal(rank.all_reduce(given[i % 6], "sum"), totals[i % 6]) for i in range(len(lengths))
+        )
 
     assert in_ranks(3, work) == [True] * 3
 

@@ -21,7 +21,9 @@ def test_a_block_begins_with_columns_and_ends_with_a_sum() -> None:
     layer = "model.layers.1"
     columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
     assert {found[f"{layer}.{name}.weight"] for name in columns} == {Action.COLUMNS}
-    assert {found[f"{layer}.{name}.weight"] for name in ("self_attn.o_proj", "mlp.down_proj")} == {Action.ROWS}
+    assert {found[f"{layer}.{name}.weight"] for name in ("self_attn.o_proj", "mlp.down_proj")} == {
+        Action.ROWS
+    }
     assert found["model.embed_tokens.weight"] is Action.TABLE
 
 

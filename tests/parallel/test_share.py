@@ -16,7 +16,9 @@ SHARES = st.builds(
 
 @given(SHARES, st.integers(1, 8))
 def test_every_element_belongs_to_one_rank_in_whole_units(share: Share, size: int) -> None:
-    owned = [i for rank in range(size) for start, stop in share.ranges(rank, size) for i in range(start, stop)]
+    owned = [
+        i for rank in range(size) for start, stop in share.ranges(rank, size) for i in range(start, stop)
+    ]
     assert sorted(owned) == list(range(sum(share.parts)))
     assert share.fits(size)
     for rank in range(size):

@@ -16,7 +16,8 @@ def meta(*heads: int, latent: bool = False) -> GraphMeta:
 
 
 @pytest.mark.parametrize(
-    ("heads", "sizes"), [((3,), [1, 3]), ((8,), [1, 2, 4, 8]), ((8, 4), [1, 2, 4]), ((1,), [1]), ((7, 2), [1])]
+    ("heads", "sizes"),
+    [((3,), [1, 3]), ((8,), [1, 2, 4, 8]), ((8, 4), [1, 2, 4]), ((1,), [1]), ((7, 2), [1])],
 )
 def test_sizes_divide_the_kv_heads_of_all_layers(heads: tuple[int, ...], sizes: list[int]) -> None:
     assert good_sizes(meta(*heads)) == sizes

@@ -20,7 +20,9 @@ PARTS = [
 def stored(transposed: bool = False) -> StoredTensor:
     value = WHOLE.T.contiguous() if transposed else WHOLE
     pieces = value.split([2, 3, value.shape[0] - 5]) if not transposed else (value,)
-    parts = tuple(StoredPart.of(Place(None, str(i)), lambda piece=piece: piece) for i, piece in enumerate(pieces))
+    parts = tuple(
+        StoredPart.of(Place(None, str(i)), lambda piece=piece: piece) for i, piece in enumerate(pieces)
+    )
     return StoredTensor(parts, torch.float32, transposed)
 
 

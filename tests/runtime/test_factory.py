@@ -53,7 +53,7 @@ class Shelf:
             self.loaded.append(name)
             return lower(captured("llama", vocab_size=vocab_size))
 
-        return SimpleNamespace(directory=Path(directory), recipe=RECIPE, executable=executable, annotations=dict)
+        return SimpleNamespace(directory=Path(directory), recipe=RECIPE, executable=executable)
 
 
 class GPU(HostDevice):

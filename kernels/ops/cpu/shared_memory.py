@@ -104,12 +104,16 @@ class SharedRank:
         *rows, columns = x.shape
         x, library, total = x.contiguous().view(-1, columns), native.library(), sum(sizes)
         native.require(x.dtype in (torch.float32, torch.uint8), "ranks share float32 or uint8")
-        native.require(len(sizes) == self.size and sizes[self.rank] <= columns, "a share larger than the tensor")
+        native.require(
+            len(sizes) == self.size and sizes[self.rank] <= columns, "a share larger than the tensor"
+        )
         out = torch.empty((len(x), total), dtype=x.dtype)
         gather = library.optkit_all_gather if x.dtype is torch.float32 else library.optkit_all_gather_codes
         given = self.sizes(sizes).data_ptr()
         check(
-            gather(self.handle, x.data_ptr(), columns, given, out.data_ptr(), len(x), total, native.threads()),
+            gather(
+                self.handle, x.data_ptr(), columns, given, out.data_ptr(), len(x), total, native.threads()
+            ),
             self,
         )
         return out.view(*rows, total)

@@ -86,6 +86,7 @@ def of_states(
         absent=UNWRITTEN,
         traceable=False,
         mutates=(pool.name,),
+        unshared=WHOLE_STATES,
     )
 
 
@@ -100,7 +101,6 @@ OPS = (
         ),
         state("conv_state", "P C", Kind.FLOAT32),
         Choice("activation", reference.ACTIVATIONS),
-        unshared=WHOLE_STATES,
     ),
     of_states(
         reference.gated_delta_rule,
@@ -115,7 +115,6 @@ OPS = (
         state("recurrent_state", "H D E", Kind.FLOAT32),
         Number("scale", required=True),
         Choice("l2norm", (0, 1)),
-        unshared=WHOLE_STATES,
     ),
     of_states(
         reference.ssd_scan,
@@ -129,7 +128,6 @@ OPS = (
             optional(per_channel("D", "H")),
         ),
         state("ssm_state", "H D E", Kind.FLOAT32),
-        unshared=WHOLE_STATES,
     ),
     of_states(
         reference.selective_scan,
@@ -143,6 +141,5 @@ OPS = (
             optional(per_channel("D", "C")),
         ),
         state("ssm_state", "D C", Kind.FLOAT32),
-        unshared=WHOLE_STATES,
     ),
 )

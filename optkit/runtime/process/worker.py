@@ -38,7 +38,14 @@ from optkit.recipe.engine_options import EngineOptions
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.process import ipc
 from optkit.runtime.process.profiler import WHILE_WRITING_SECONDS, EngineProfiler
-from optkit.runtime.types import EngineLost, EngineOverload, EngineRefusal, EngineRequest, FinishReason, TokenOutput
+from optkit.runtime.types import (
+    EngineLost,
+    EngineOverload,
+    EngineRefusal,
+    EngineRequest,
+    FinishReason,
+    TokenOutput,
+)
 
 if TYPE_CHECKING:
     from optkit.runtime.embedding import Embedding

@@ -66,7 +66,7 @@ def serve(sock: socket.socket, region_fd: int) -> None:
     if not isinstance(load, Load):
         raise RankGone
     try:
-        follower = Follower(load, communicator(load.rank, load.size, load.threads, region_fd))
+        follower = Follower(load, communicator(load.rank, load.size, load.threads, region_fd, load.meeting))
     except UserError as error:
         messages.send(sock, messages.frame(Failed(error.what, error.where, error.fix)))
         raise RankGone from error

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from dataclasses import dataclass, field
 
@@ -33,6 +34,7 @@ class Ranks:
 
     Attributes:
         weight_bytes: of all ranks, rank 0 included.
+        folder: of ``meeting``, private.
         lost: the reason for the end of a rank that nobody asked to end.
     """
 
@@ -40,12 +42,17 @@ class Ranks:
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     sockets: list[socket.socket] = field(default_factory=list)
     weight_bytes: int = 0
+    folder: tempfile.TemporaryDirectory[str] = field(
+        default_factory=lambda: tempfile.TemporaryDirectory("-optkit")
+    )
     lost: str | None = None
     communicator: Communicator | None = None
     closing: bool = False
 
     @staticmethod
-    def start(artifact_dir: str, size: int, threads: int, region_fd: int, *, trust_code: bool = False) -> Ranks:
+    def start(
+        artifact_dir: str, size: int, threads: int, region_fd: int, *, trust_code: bool = False
+    ) -> Ranks:
         """Start the processes, which load their shares meanwhile."""
         ranks = Ranks(size)
         for rank in range(1, size):
@@ -58,8 +65,14 @@ class Ranks:
             ranks.processes.append(process)
             ranks.sockets.append(ours)
             threading.Thread(target=ranks.watch, args=(rank, process), daemon=True).start()
-            messages.send(ours, messages.frame(Load(artifact_dir, rank, size, threads, trust_code)))
+            load = Load(artifact_dir, rank, size, threads, trust_code, ranks.meeting)
+            messages.send(ours, messages.frame(load))
         return ranks
+
+    @property
+    def meeting(self) -> str:
+        """The file in which ranks without shared memory meet."""
+        return os.path.join(self.folder.name, "meeting")
 
     def watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         """Wait for the end of a rank; then waits of rank 0 fail at once."""
@@ -117,6 +130,7 @@ class Ranks:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        self.folder.cleanup()
 
 
 class RankedRunner(ModelRunner):

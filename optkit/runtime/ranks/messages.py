@@ -16,13 +16,14 @@ LENGTH = struct.Struct("<Q")
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """Load the rank's share of an artifact."""
+    """Load the rank's share of an artifact; ``meeting`` is the file in which ranks without shared memory meet."""
 
     artifact_dir: str
     rank: int
     size: int
     threads: int
     trust_code: bool
+    meeting: str
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
@@ -68,7 +69,8 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     def arrays(self) -> dict[str, np.ndarray]:
         """The inputs by name, writable."""
         return {
-            a.name: np.frombuffer(bytearray(a.data), dtype=np.dtype(a.dtype)).reshape(a.shape) for a in self.inputs
+            a.name: np.frombuffer(bytearray(a.data), dtype=np.dtype(a.dtype)).reshape(a.shape)
+            for a in self.inputs
         }
 
 

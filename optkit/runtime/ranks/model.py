@@ -37,12 +37,13 @@ def load_rank(artifact: Artifact, communicator: Communicator, *, trust_code: boo
         return RankModel(artifact.executable(trust_code=trust_code, change=share), communicator)
 
 
-def communicator(rank: int, size: int, threads: int, region_fd: int) -> Communicator:
+def communicator(rank: int, size: int, threads: int, region_fd: int, meeting: str) -> Communicator:
     """The communicator of ``rank``: shared memory, or gloo where the native kernels are missing.
 
     Args:
         threads: compute threads of a rank.
-        region_fd: an inherited file of ``SharedRegion``; for gloo the ranks meet in the file.
+        region_fd: an inherited file of ``SharedRegion``.
+        meeting: the file in which the ranks meet for gloo.
     """
     import torch
 
@@ -55,4 +56,4 @@ def communicator(rank: int, size: int, threads: int, region_fd: int) -> Communic
         return SharedRank(SharedRegion(size, region_fd), rank)
     from optkit.kernels.distributed import join
 
-    return join("gloo", f"/proc/self/fd/{region_fd}", rank, size)
+    return join("gloo", meeting, rank, size)

@@ -37,7 +37,7 @@ def num_ranks(artifact: Artifact, options: EngineOptions) -> int:
         UserError: the model can't be shared by so many, or the options need an engine of one process.
     """
     asked = options.tensor_parallel_size
-    size = asked or int(artifact.annotations().get(TENSOR_PARALLEL) or 1)
+    size = asked or noted(artifact)
     if size == 1:
         return 1
     where = flag(OPTION) if asked else str(artifact.directory)
@@ -46,8 +46,16 @@ def num_ranks(artifact: Artifact, options: EngineOptions) -> int:
     if artifact.recipe.target != "cpu":
         raise UserError("ranks are served on CPUs alone", where=where, fix=fix)
     if options.kv_offload_bytes:
-        raise UserError("ranks do not offload KV", where=flag("kv_offload_bytes"), fix=f"leave it out, or {fix}")
+        raise UserError(
+            "ranks do not offload KV", where=flag("kv_offload_bytes"), fix=f"leave it out, or {fix}"
+        )
     return size
+
+
+def noted(artifact: Artifact) -> int:
+    """The number of ranks that the pass has noted in graph.json, which is read only if the recipe names the pass."""
+    named = any(entry.name == TENSOR_PARALLEL for entry in artifact.recipe.entries)
+    return int(artifact.annotations().get(TENSOR_PARALLEL) or 1) if named else 1
 
 
 def for_each_rank(options: EngineOptions, size: int) -> EngineOptions:
@@ -70,7 +78,7 @@ def start(artifact: Artifact, options: EngineOptions, size: int) -> RankZero:
         str(artifact.directory), size, options.threads, file, trust_code=options.trust_artifact_code
     )
     try:
-        own = communicator(0, size, options.threads, file)
+        own = communicator(0, size, options.threads, file, ranks.meeting)
         ranks.communicator = own
         model = load_rank(artifact, own, trust_code=options.trust_artifact_code)
         ranks.weight_bytes = model.weight_bytes + ranks.wait_loaded()

@@ -72,7 +72,9 @@ def test_two_processes_give_the_tokens_of_one(artifact: Path, ranks: Engine) -> 
     alone = open_engine(str(artifact), tensor_parallel_size=1, threads=1)
     for sampling in (GREEDY, DRAWN):
         assert ranks.generate(PROMPTS, sampling) == alone.generate(PROMPTS, sampling)
-        assert ranks.generate(PROMPTS[:2], sampling) == alone.generate(PROMPTS[:2], sampling)  # cached prefixes
+        assert ranks.generate(PROMPTS[:2], sampling) == alone.generate(
+            PROMPTS[:2], sampling
+        )  # cached prefixes
     assert ranks.info().tensor_parallel_size == 2 and alone.info().tensor_parallel_size == 1
     assert ranks.config.num_blocks == alone.config.num_blocks
 

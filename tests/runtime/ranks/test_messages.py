@@ -13,8 +13,12 @@ from optkit.runtime.ranks.messages import Allocate, Failed, Load, Loaded, RankGo
 
 
 def test_messages_arrive_in_order_and_unchanged() -> None:
-    arrays = {"input_ids": np.arange(70_000), "block_tables": np.zeros((2, 3), np.int32), "none": np.empty(0, np.int64)}
-    sent = [Load("a", 1, 2, 1, False), Allocate(9, 32, (0, 8)), Step.of(arrays)]
+    arrays = {
+        "input_ids": np.arange(70_000),
+        "block_tables": np.zeros((2, 3), np.int32),
+        "none": np.empty(0, np.int64),
+    }
+    sent = [Load("a", 1, 2, 1, False, "m"), Allocate(9, 32, (0, 8)), Step.of(arrays)]
     ours, theirs = socket.socketpair()
     with ours, theirs:
         for message in sent:
@@ -27,7 +31,11 @@ def test_messages_arrive_in_order_and_unchanged() -> None:
             assert found == message
     assert isinstance(found, Step)
     for name, array in found.arrays().items():
-        assert array.dtype == arrays[name].dtype and np.array_equal(array, arrays[name]) and array.flags.writeable
+        assert (
+            array.dtype == arrays[name].dtype
+            and np.array_equal(array, arrays[name])
+            and array.flags.writeable
+        )
 
 
 def test_answers_arrive_unchanged() -> None:
