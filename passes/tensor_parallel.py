@@ -1,17 +1,17 @@
 """tensor_parallel: several processes share every layer; each has a part of the weights and of the KV cache.
 
 A rank computes some columns of the first linear layers of a block (q, k, v; gate, up) and multiplies the same input
-channels of the last (o; down), whose results are added over the ranks (Megatron-LM, arXiv 1909.08053). The ranks also share
-the token embedding and the output head by the vocabulary. The files of the artifact stay those of one process: the pass
-proves that ``size`` ranks can share the graph, and ``optkit serve`` gives each rank its part when it loads.
+channels of the last (o; down), whose results are added over the ranks (Megatron-LM, arXiv 1909.08053). The ranks also
+share the token embedding and the output head by the vocabulary. The files of the artifact stay those of one process:
+the pass proves that ``size`` ranks can share the graph, and ``optkit serve`` gives each rank its part when it loads.
 
-Exact. Of int8 layers the ranks give the bits of one process: a token's scale is that of the whole row, and int32 sums are
-added before they become floats; layers with scales of groups gather their int8 inputs instead. Float results of the ranks
-are added in float32, in the order of the ranks, so their last bits differ from those of one process.
+Exact. Of int8 layers the ranks give the bits of one process: a token's scale is that of the whole row, and int32 sums
+are added before the conversion to floats; layers with scales of groups gather the int8 inputs instead. Float results
+of the ranks are added in float32, in the order of the ranks, so the last bits differ from those of one process.
 
-Predicted gain: weights and KV of a rank fall to 1 / size, and so does the time that a decode step reads weights, if every rank
-has memory bandwidth of its own (another socket, another GPU). Price: two or three exchanges a layer. On the cores of one
-socket a process with as many threads is faster.
+Predicted gain: weights and KV of a rank fall to 1 / size, and so does the time that a decode step reads weights, if
+every rank has memory bandwidth of its own (another socket, another GPU). Price: two to six exchanges a layer. On the
+cores of one socket a process with as many threads is faster.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m bench.fleet.tensor_parallel --float baseline-artifact/ --int8 artifact/ --size 3
 
-``--float`` and ``--int8`` are artifacts of one model, made by the recipes ``baseline`` and ``ttft-cpu``; ``--model`` is the model for
-transformers, which is the other side of the float logits.
+``--float`` and ``--int8`` are artifacts of one model, made by the recipes ``baseline`` and ``ttft-cpu``; ``--model`` is
+the model for transformers, which is the other side of the float logits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Communicators: the exchange of tensors between the ranks of a tensor-parallel model.
 
-A rank is a process, or in checks a thread, with a part of every large weight. All ranks run the same collective calls in
-the same order. ``current`` is the communicator of the running code, set by ``using``; the ops ``all_reduce`` and
+A rank is a process, or in checks a thread, with a part of every large weight. All ranks run the same collective calls
+in the same order. ``current`` is the communicator of the running code, set by ``using``; the ops ``all_reduce`` and
 ``all_gather`` of graphs find it there.
 
 - ``Threads``: ranks are threads of this process, for checks. Sums are in the order of the ranks.
@@ -11,6 +11,7 @@ the same order. ``current`` is the communicator of the running code, set by ``us
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -82,7 +83,7 @@ def borders(total: int, unit: int, size: int) -> list[int]:
 def shares(total: int, unit: int, size: int) -> list[int]:
     """The number of elements of each rank's share."""
     edges = borders(total, unit, size)
-    return [stop - start for start, stop in zip(edges, edges[1:], strict=False)]
+    return [stop - start for start, stop in itertools.pairwise(edges)]
 
 
 def reduced(tensors: Sequence[Tensor], op: str) -> Tensor:

@@ -32,7 +32,7 @@ def in_threads(
         try:
             with using((ranks or group.ranks)[rank]):
                 results[rank] = work(rank)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised again in the calling thread
             errors.append(error)
             group.abort()
 

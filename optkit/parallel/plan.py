@@ -1,9 +1,9 @@
 """The plan of a tensor-parallel graph: for each node the ranks' shares of the result, and what a rank does.
 
-Values flow forward. A linear layer on a whole activation starts shares: each rank computes some columns. Ops whose record
-says so (``Sharding``) pass shares on. A linear layer on shared input channels ends them, with a sum over the ranks (Megatron-LM,
-arXiv 1909.08053). Where an op can't take shares, the layers they came from are computed whole by every rank, and the
-plan is made again; so a model with an unusual op loses memory and not correctness.
+Values flow forward. A linear layer on a whole activation starts shares: each rank computes some columns. Ops whose
+record says so (``Sharding``) pass shares on. A linear layer on shared input channels ends them, with a sum over the
+ranks (Megatron-LM, arXiv 1909.08053). Where an op can't take shares, the layers of the shares are computed whole by
+every rank, and the plan is made again; so a model with an unusual op loses memory and not correctness.
 
 Borders follow the readers: heads of a KV head stay together, and groups of quantized weights stay whole.
 """
@@ -196,9 +196,9 @@ class Planner:
         """The share of the result of a dialect op on shares."""
         x = op.activation(node)
         share = self.found.shares.get(x)
-        if op.per_head and isinstance(share, Share) and len(given) == 1:
-            if share.dim == 1 and self.values[x].ndim == 3:
-                return share
+        is_alone = isinstance(share, Share) and len(given) == 1
+        if op.per_head and is_alone and share.dim == 1 and self.values[x].ndim == 3:
+            return share
         match op.sharding:
             case Sharding.CHANNELS:
                 return self.channels(node, op, given)

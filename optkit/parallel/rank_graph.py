@@ -28,7 +28,7 @@ BY_COLUMN = (Role.WEIGHT, Role.WEIGHT_SCALE, Role.ZERO)
 
 
 def rank_graph(graph: Graph, rank: int, size: int, where: str = "tensor_parallel") -> Graph:
-    """The graph of ``rank`` of ``size``, a clone. All ranks' graphs together give the logits of ``graph``, each of them.
+    """The graph of ``rank`` of ``size``, a clone. Run together, each rank's graph gives the logits of ``graph``.
 
     Raises:
         UserError: the model can't be shared by ``size`` ranks.

@@ -1,4 +1,4 @@
-"""A rank's part of weights. Weights on disk stay there: only the rank's rows and columns are read, when they are packed."""
+"""A rank's part of weights. Weights on disk stay there: only the rank's rows and columns are read, for packing."""
 
 from __future__ import annotations
 

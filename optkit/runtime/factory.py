@@ -194,7 +194,9 @@ def make_engine(
     target: Target | None = None,
     zero: RankZero | None = None,
 ) -> Engine:
-    """The engine for the device of ``model``: ``gpu``, or the CPU where ``gpu`` is None; of several ranks with ``zero``."""
+    """The engine for the device of ``model``: ``gpu``, or the CPU where ``gpu`` is None; with ``zero`` of several
+    ranks.
+    """
     if zero is not None:
         layout = layout_of(model.states, config.kv_windows)
         ranked = RankedRunner(zero.model, config.num_blocks, config.block_size, zero.ranks, layout)

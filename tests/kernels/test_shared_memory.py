@@ -26,7 +26,7 @@ def in_ranks(size: int, work: Callable[[SharedRank], Any], timeout: float = 60.0
     def run(rank: int) -> None:
         try:
             results[rank] = work(ranks[rank])
-        except Exception as error:
+        except CollectiveFailed as error:
             results[rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]

@@ -38,7 +38,7 @@ def test_layers_that_every_rank_computes_are_skipped_with_the_reason() -> None:
 
 def test_sizes_that_do_not_work_are_refused_with_those_that_do() -> None:
     with pytest.raises(
-        UserError, match="tensor_parallel.size: 3 ranks can't share 2 KV heads evenly.*work: 1, 2"
+        UserError, match=r"tensor_parallel.size: 3 ranks can't share 2 KV heads evenly.*work: 1, 2"
     ):
         checked(captured("llama"), "tensor_parallel", size=3)
     for size in (0, 1, 65, 2.5):

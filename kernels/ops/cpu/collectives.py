@@ -25,7 +25,9 @@ NATIVE_RANKS = "ranks that share memory"
 
 
 def pack_pieces(weights: dict[int, Tensor], options: Mapping[str, Any] | None = None) -> dict[int, Tensor]:
-    """The weight [N, K] int8 in pieces of the native layout: a uint8 blob [N, bytes / N], of which only N has a meaning."""
+    """The weight [N, K] int8 in pieces of the native layout: a uint8 blob [N, bytes / N], of which only N has a
+    meaning.
+    """
     position = min(weights)
     weight = weights[position].contiguous()
     n, k = weight.shape

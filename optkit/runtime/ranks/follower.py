@@ -1,8 +1,8 @@
 """The process of a rank other than 0: load the rank's share, then run each step that rank 0 sends.
 
-``optkit.runtime.ranks.leader`` starts the process as ``python -m optkit.runtime.ranks.follower``. A failed step ends the process,
-and with it the engine: the ranks would be out of step. The process also ends with rank 0: the socket closes, and on Linux the
-kernel kills the process.
+``optkit.runtime.ranks.leader`` starts the process as ``python -m optkit.runtime.ranks.follower``. A failed step ends
+the process, and with it the engine: the ranks would be out of step. The process also ends with rank 0: the socket
+closes, and on Linux the kernel kills the process.
 """
 
 from __future__ import annotations

@@ -92,7 +92,9 @@ def test_what_needs_one_process_is_refused(artifact: Path, ranks: Engine) -> Non
         ranks.embed([[1, 2, 3]], "mean")
     with pytest.raises(UserError, match="ranks do not offload KV"):
         open_engine(str(artifact), kv_offload_bytes=1 << 20)
-    with pytest.raises(UserError, match="--tensor-parallel-size: 3 ranks can't share 2 KV heads.*work: 1, 2"):
+    with pytest.raises(
+        UserError, match=r"--tensor-parallel-size: 3 ranks can't share 2 KV heads.*work: 1, 2"
+    ):
         open_engine(str(artifact), tensor_parallel_size=3)
 
 
