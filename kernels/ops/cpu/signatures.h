@@ -96,12 +96,6 @@ KERNEL(void, selective_scan, const float* x, int64_t x_stride, const float* dt, 
        int64_t channels, int64_t states)
 KERNEL(void, head_linear, const float* x, int64_t x_token, const float* weight, float* out, int64_t tokens,
        int64_t heads, int64_t k, int64_t n)
-KERNEL(void, attention, const float* q, const float* k, const float* v, void* k_cache, void* v_cache,
-       const float* sinks, const float* slopes, float* out, const int64_t* slot_mapping, const int32_t* query_start,
-       const int32_t* seq_lens, const int32_t* block_tables, int64_t tokens, int64_t sequences, int64_t table_width,
-       int64_t block_size, int64_t q_token, int64_t q_head, int64_t k_token, int64_t k_head, int64_t v_token,
-       int64_t v_head, int heads, int kv_heads, int dim, int v_dim, int64_t window, int64_t chunk, float scale,
-       float softcap, int int8_cache)
 KERNEL(void, absmax_per_token, const float* x, int64_t x_stride, float* most, int64_t rows, int64_t columns)
 KERNEL(void, quantize_by, const float* x, int64_t x_stride, const float* most, uint8_t* q, float* scale, int64_t rows,
        int64_t columns)
@@ -115,3 +109,9 @@ KERNEL(int, all_gather, int64_t communicator, const float* x, int64_t x_stride, 
        int64_t rows, int64_t width)
 KERNEL(int, all_gather_codes, int64_t communicator, const uint8_t* x, int64_t x_stride, const int64_t* sizes,
        uint8_t* out, int64_t rows, int64_t width)
+KERNEL(void, attention, const float* q, const float* k, const float* v, void* k_cache, void* v_cache,
+       const float* sinks, const float* slopes, float* out, const int64_t* slot_mapping, const int32_t* query_start,
+       const int32_t* seq_lens, const int32_t* block_tables, int64_t tokens, int64_t sequences, int64_t table_width,
+       int64_t block_size, int64_t q_token, int64_t q_head, int64_t k_token, int64_t k_head, int64_t v_token,
+       int64_t v_head, int heads, int kv_heads, int dim, int v_dim, int64_t window, int64_t chunk, float scale,
+       float softcap, int int8_cache)

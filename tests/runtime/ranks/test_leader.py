@@ -135,6 +135,6 @@ def test_a_rank_that_dies_in_a_step_ends_the_engine_process(artifact: Path) -> N
             rest = [output async for output in outputs]
             assert rest[-1].error == "the engine died"
         finally:
-            engine.kill()
+            await engine.stop()
 
     asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
