@@ -10,7 +10,7 @@ are added before the conversion to floats; layers with scales of groups gather t
 of the ranks are added in float32, in the order of the ranks, so the last bits differ from those of one process.
 
 Predicted gain: weights and KV of a rank fall to 1 / size, and so does the time that a decode step reads weights, if
-every rank has memory bandwidth of its own (another socket, another GPU). Price: two to six exchanges a layer. On the
+every rank has memory bandwidth of its own (another socket, another GPU). Price: two to four exchanges a layer. On the
 cores of one socket a process with as many threads is faster.
 """
 

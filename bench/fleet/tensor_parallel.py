@@ -117,28 +117,32 @@ def exchange(size: int) -> dict[str, Any]:
 
 
 def timed(region: SharedRegion, rank: int) -> dict[str, Any]:
-    """The measurement of one rank."""
+    """The measurement of one rank, on a core of its own where there are enough."""
     torch.set_num_threads(1)
-    if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        own = SharedRank(region, rank)  # looks at the cores of the process
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    else:
-        own = SharedRank(region, rank)
-    reduce, found = native.library().optkit_all_reduce, {}
-    for name, count in SIZES.items():
-        x, out = torch.randn(count), torch.empty(count)
-        arguments = (own.handle, x.data_ptr(), out.data_ptr(), 1, count, 0, 1)
-        rounds = max(20, ROUNDS * 576 // count)
-        times = []
-        for _ in range(BLOCKS):
-            start = time.perf_counter()
-            for _ in range(rounds):
-                reduce(*arguments)
-            times.append((time.perf_counter() - start) / rounds * 1e6)
-        median = statistics.median(times)
-        found[name] = {"us": median, "least us": min(times), "GB/s": count * 4 / median / 1e3}
-    return found
+    own = SharedRank(region, rank)
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    if cores:
+        os.sched_setaffinity(0, {sorted(cores)[rank % len(cores)]})
+    try:
+        return {name: rounds_of(own, count) for name, count in SIZES.items()}
+    finally:
+        if cores:
+            os.sched_setaffinity(0, cores)
+
+
+def rounds_of(own: SharedRank, count: int) -> dict[str, float]:
+    """Time and bandwidth of all-reduces of ``count`` floats: the median and the least of ``BLOCKS`` blocks."""
+    reduce, x, out = native.library().optkit_all_reduce, torch.randn(count), torch.empty(count)
+    arguments = (own.handle, x.data_ptr(), out.data_ptr(), 1, count, 0, 1)
+    rounds = max(20, ROUNDS * 576 // count)
+    times = []
+    for _ in range(BLOCKS):
+        start = time.perf_counter()
+        for _ in range(rounds):
+            reduce(*arguments)
+        times.append((time.perf_counter() - start) / rounds * 1e6)
+    median = statistics.median(times)
+    return {"us": median, "least us": min(times), "GB/s": count * 4 / median / 1e3}
 
 
 def main(arguments: list[str]) -> int:

@@ -40,6 +40,7 @@ from optkit.kernels.reference_attention import (  # noqa: F401
 from optkit.kernels.reference_collectives import (  # noqa: F401
     absmax_per_token,
     all_gather,
+    all_gather_quantized,
     all_reduce,
     dequantize_sums,
     int8_sums,

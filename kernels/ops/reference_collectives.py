@@ -44,6 +44,16 @@ def all_gather(x: Tensor, total: int, unit: int = 1) -> Tensor:
     return communicator.all_gather(x, shares(total, unit, communicator.size))
 
 
+def all_gather_quantized(
+    q: Tensor, scale: Tensor, total: int, unit: int = 1, groups: int = 1
+) -> tuple[Tensor, Tensor]:
+    """``all_gather`` of the codes and scales of ``quantize_per_token``, in one exchange.
+
+    q [T, C] uint8 and scale [T, G] give [T, total] and [T, groups]; a group has ``total / groups`` channels.
+    """
+    return all_gather(q, total, unit), all_gather(scale, groups, unit * groups // total)
+
+
 def absmax_per_token(x: Tensor) -> Tensor:
     """The largest magnitude of each row of x [T, K]: [T, 1] float32."""
     return x.to(torch.float32).abs().amax(dim=-1, keepdim=True)

@@ -15,7 +15,7 @@ import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, fx
 
@@ -152,12 +152,17 @@ class Planner:
         if not isinstance(share, Share) or share.dim != 1 or len(share.parts) > 1:
             self.refuse(node, given)
 
-    def refuse(self, node: fx.Node, given: Sequence[fx.Node], reason: str = "") -> Any:
+    def refuse(self, node: fx.Node, given: Sequence[fx.Node], reason: str = "") -> NoReturn:
         """Keep the layers whole whose columns ``given`` are."""
         reason = reason or f"{ops.op_name(node.target) or node.name} reads all channels"
         for share in self.all_shares(given):
             self.whole |= dict.fromkeys(share.sources, reason)
         raise Again
+
+    def share_of(self, value: Any) -> Share | None:
+        """The share of a node with one result; None for a whole one."""
+        share = self.found.shares.get(value)
+        return share if isinstance(share, Share) else None
 
     def all_shares(self, given: Iterable[fx.Node]) -> list[Share]:
         found = [self.found.shares[node] for node in given]
@@ -195,9 +200,8 @@ class Planner:
     def dialect(self, node: fx.Node, op: Op, given: Sequence[fx.Node]) -> Any:
         """The share of the result of a dialect op on shares."""
         x = op.activation(node)
-        share = self.found.shares.get(x)
-        is_alone = isinstance(share, Share) and len(given) == 1
-        if op.per_head and is_alone and share.dim == 1 and self.values[x].ndim == 3:
+        share = self.share_of(x)
+        if op.per_head and share is not None and (len(given), share.dim, self.values[x].ndim) == (1, 1, 3):
             return share
         match op.sharding:
             case Sharding.CHANNELS:
@@ -244,14 +248,13 @@ class Planner:
         return found, found.divided(group)
 
     def heads(self, node: fx.Node, op: Op, given: Sequence[fx.Node]) -> Share:
-        names = ("q", "k", "v")
-        activations = [op.argument(node, name) for name in names]
-        shares = [self.found.shares.get(a) for a in activations]
+        found = [self.share_of(op.argument(node, name)) for name in ("q", "k", "v")]
+        shares = [share for share in found if share is not None]
         pools = [
             str(a.target) for o in op.tensors if o.role is Role.CACHE if (a := op.argument(node, o.name))
         ]
-        ready = all(isinstance(s, Share) and s.dim == 1 and len(s.parts) == 1 for s in shares)
-        if not ready or not all(s.is_even(self.size) for s in shares):
+        ready = all(s.dim == 1 and len(s.parts) == 1 and s.is_even(self.size) for s in shares)
+        if len(shares) < 3 or not ready:
             self.refuse(node, given, "its heads are not shared out evenly")
         written = node.target is not reference.paged_attention
         if not written and not set(pools) <= self.found.shared_pools:
@@ -260,15 +263,14 @@ class Planner:
         numbers = [op.argument(node, name) for name in ("sinks", "slopes")]
         q = shares[0]
         self.found.weights[node] = [(weight, 0, q) for weight in numbers if weight is not None]
-        sources = frozenset().union(*(s.sources for s in shares))
+        sources: frozenset[str] = frozenset().union(*(s.sources for s in shares))
         return Share(1, q.parts, q.unit, sources, fixed=True)
 
     def rows(self, node: fx.Node, op: Op, given: Sequence[fx.Node]) -> None:
         """A linear layer on shared input channels: the result is whole."""
-        x = op.activation(node)
-        share = self.found.shares.get(x)
-        ready = isinstance(share, Share) and share.dim == 1 and len(share.parts) == 1
-        if not ready or self.graph.weight_of(op.weight(node)) is None or self.values[node].ndim != 2:
+        share = self.share_of(op.activation(node))
+        is_layer = self.graph.weight_of(op.weight(node)) is not None and self.values[node].ndim == 2
+        if not is_layer or share is None or share.dim != 1 or len(share.parts) > 1:
             self.refuse(node, given)
         self.found.actions[node] = self.rows_action(node, op, share)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 from typing import Any
 
@@ -79,9 +80,9 @@ class Rewriter:
                 case Action.SCALE:
                     self.scale(node)
         output = self.graph.fx.output_node()
-        share = self.plan.shares.get(output.args[0])
-        if isinstance(share, Share):
-            output.args = (self.gather(output.args[0], share, output),)
+        logits = self.plan.shares.get(output.args[0])
+        if isinstance(logits, Share):
+            output.args = (self.gather(output.args[0], logits, output),)
         self.graph.meta = self.graph.meta.with_kv_specs(self.kv_spec(s) for s in self.graph.meta.kv_specs)
         self.graph.prune()
 
@@ -180,10 +181,18 @@ class Rewriter:
     def gathered(self, node: fx.Node) -> None:
         """Gather the input, compute some columns, and gather them."""
         op = ops.op_of(node)
-        for operand in op.tensors:
-            value = op.argument(node, operand.name)
-            share = self.plan.shares.get(value) if isinstance(value, fx.Node) else None
-            if isinstance(share, Share):
+        values = [op.argument(node, operand.name) for operand in op.tensors]
+        found = [(v, s) for v in values if isinstance(s := self.plan.shares.get(v), Share)]
+        if len(found) == 2:  # codes and scales: one exchange
+            (codes, share), (scales, groups) = found
+            with self.graph.fx.inserting_before(node):
+                sizes = (share.parts[0], share.unit, groups.parts[0])
+                both = self.call(reference.all_gather_quantized, codes, scales, *sizes)
+                parts = [self.call(operator.getitem, both, i) for i in range(2)]
+            node.replace_input_with(codes, parts[0])
+            node.replace_input_with(scales, parts[1])
+        else:
+            for value, share in found:
                 node.replace_input_with(value, self.gather(value, share, node))
         share = Share(1, (self.values[node].shape[1],))
         if share.fits(self.size):
@@ -248,5 +257,6 @@ def label(node: fx.Node) -> str:
     """The module of a node's weight; the name of a node without one."""
     op: Op | None = ops.record_of(node.target)
     weight = op.weight(node) if op is not None else None
-    is_weight = isinstance(weight, fx.Node) and weight.op == "get_attr"
-    return str(weight.target).rpartition(".")[0] if is_weight else node.name
+    if isinstance(weight, fx.Node) and weight.op == "get_attr":
+        return str(weight.target).rpartition(".")[0]
+    return node.name

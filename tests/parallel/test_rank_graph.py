@@ -12,10 +12,13 @@ from optkit.errors import UserError
 from optkit.graph.ir import Graph
 from optkit.graph.verify import verify
 from optkit.kernels import reference
+from optkit.kernels.cpu import native
+from optkit.kernels.cpu.shared_memory import SharedRank, SharedRegion
 from optkit.lowering.dense import dense_inputs
 from optkit.lowering.lower import lower
 from optkit.machine.target import Target
 from optkit.parallel.check import compare, rank_logits
+from optkit.parallel.in_threads import in_threads
 from optkit.parallel.rank_graph import describe, rank_graph
 from tests.support.architectures import tiny_model
 from tests.support.graphs import apply, captured, random_ids
@@ -85,6 +88,26 @@ def test_int8_layers_give_the_bits_of_one_process(
     )
     found = compare(graph, size, prompt(), target)
     assert found.is_equal, found
+
+
+@pytest.mark.skipif(not native.available(), reason="native kernels are missing")
+@pytest.mark.parametrize("length", [1, 11, 200])
+@pytest.mark.parametrize("group_size", [0, 32])
+def test_a_step_of_a_rank_is_one_native_program_with_its_exchanges(group_size: int, length: int) -> None:
+    graph, size = int8(group_size, "kv_int8", num_key_value_heads=4, intermediate_size=256), 4
+    region, ids = SharedRegion(size), prompt(length)
+    ranks = [SharedRank(region, rank, spin=1e-6) for rank in range(size)]
+
+    def run(rank: int) -> tuple[Tensor, int]:
+        model = lower(rank_graph(graph, rank, size), TARGET)
+        with torch.inference_mode():
+            (variant,) = model.variants
+            return model(dense_inputs([length], ids, model.states)), len(variant.programs)
+
+    expected = lower(graph, TARGET)(dense_inputs([length], ids, graph.meta.states))
+    for logits, programs in in_threads(run, size, ranks):
+        assert torch.equal(logits, expected)
+        assert programs <= 2  # the head is in float, by torch
 
 
 @pytest.mark.parametrize("group_size", [0, 32])

@@ -226,6 +226,39 @@ int all_gather(int64_t communicator, const T* x, int64_t x_stride, const int64_t
     return 0;
 }
 
+// Codes and scales of a row lie side by side in a buffer: first all rows of codes, then, on a multiple of 4, all scales.
+int gather_quantized(Communicator& c, const uint8_t* q, int64_t q_stride, const float* scale, const int64_t* sizes,
+                     const int64_t* groups, uint8_t* q_out, float* scale_out, int64_t rows, int64_t width,
+                     int64_t all_groups) {
+    constexpr int64_t FLOAT = sizeof(float);
+    const int64_t widest = *std::max_element(sizes, sizes + c.size);
+    const int64_t most_groups = *std::max_element(groups, groups + c.size);
+    const int64_t most = (BUFFER - FLOAT) / (widest + most_groups * FLOAT);
+    if (c.failed.load() || most < 1) return 1;
+    const auto scales_of = [](uint8_t* codes, int64_t bytes) {
+        return reinterpret_cast<float*>(codes + (bytes + FLOAT - 1) / FLOAT * FLOAT);
+    };
+    for (int64_t first = 0; first < rows; first += most) {
+        const int64_t count = std::min(most, rows - first), mine = sizes[c.rank], own_groups = groups[c.rank];
+        ++c.round;
+        uint8_t* own = buffer_of(c, c.rank);
+        for (int64_t i = 0; i < count; ++i) std::memcpy(own + i * mine, q + (first + i) * q_stride, mine);
+        std::memcpy(scales_of(own, count * mine), scale + first * own_groups, count * own_groups * FLOAT);
+        if (meet(c)) return 1;
+        int64_t column = 0, group = 0;
+        for (int64_t rank = 0; rank < c.size; column += sizes[rank], group += groups[rank++]) {
+            uint8_t* codes = buffer_of(c, rank);
+            const float* scales = scales_of(codes, count * sizes[rank]);
+            for (int64_t i = 0; i < count; ++i) {
+                const int64_t row = first + i;
+                std::memcpy(q_out + row * width + column, codes + i * sizes[rank], sizes[rank]);
+                std::memcpy(scale_out + row * all_groups + group, scales + i * groups[rank], groups[rank] * FLOAT);
+            }
+        }
+    }
+    return 0;
+}
+
 }  // namespace
 }  // namespace optkit
 
@@ -270,4 +303,13 @@ OPTKIT_API int optkit_all_gather(int64_t communicator, const float* x, int64_t x
 OPTKIT_API int optkit_all_gather_codes(int64_t communicator, const uint8_t* x, int64_t x_stride, const int64_t* sizes,
                                        uint8_t* out, int64_t rows, int64_t width, int) {
     return all_gather(communicator, x, x_stride, sizes, out, rows, width);
+}
+
+// Both of a quantized activation: q_out [rows][width] and scale_out [rows][all_groups]. Gives 1 also for rows that fit no
+// buffer.
+OPTKIT_API int optkit_all_gather_quantized(int64_t communicator, const uint8_t* q, int64_t q_stride, const float* scale,
+                                           const int64_t* sizes, const int64_t* groups, uint8_t* q_out, float* scale_out,
+                                           int64_t rows, int64_t width, int64_t all_groups, int) {
+    return gather_quantized(*reinterpret_cast<Communicator*>(communicator), q, q_stride, scale, sizes, groups, q_out,
+                            scale_out, rows, width, all_groups);
 }

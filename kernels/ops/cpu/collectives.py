@@ -83,6 +83,13 @@ def all_gather(x: Tensor, total: int, unit: int = 1) -> Tensor:
     return found.all_gather(x, shares(total, unit, found.size))
 
 
+def all_gather_quantized(
+    q: Tensor, scale: Tensor, total: int, unit: int = 1, groups: int = 1
+) -> tuple[Tensor, Tensor]:
+    """See ``reference.all_gather_quantized``; in programs one exchange, and here two."""
+    return all_gather(q, total, unit), all_gather(scale, groups, unit * groups // total)
+
+
 def absmax_per_token(x: Tensor) -> Tensor:
     """See ``reference.absmax_per_token``; equal to the bit."""
     x = dense_rows(x)
@@ -163,6 +170,23 @@ def emit_all_gather(b: Builder, x: View, total: int, unit: int = 1) -> Result:
     return (out,)
 
 
+def emit_all_gather_quantized(
+    b: Builder, q: View, scale: View, total: int, unit: int = 1, groups: int = 1
+) -> Result:
+    rank = shared_rank()
+    sizes = rank.sizes(shares(total, unit, rank.size))
+    scales = rank.sizes(shares(groups, unit * groups // total, rank.size))
+    if (q.shape, scale.shape) != ((int(sizes[rank.rank]),), (int(scales[rank.rank]),)):
+        raise NotImplementedError("a row a token, of the rank's share")
+    q_out, scale_out = b.buffer(q.rows, (total,), torch.uint8), b.buffer(q.rows, (groups,))
+    b.call(
+        "all_gather_quantized",
+        communicator=rank.handle, q=q, q_stride=q.row_stride, scale=scale, sizes=sizes, groups=scales, q_out=q_out,
+        scale_out=scale_out, rows=Size(q.rows), width=total, all_groups=groups,
+    )  # fmt: skip
+    return q_out, scale_out
+
+
 def emit_absmax_per_token(b: Builder, x: View) -> Result:
     most = b.buffer(x.rows, (1,))
     b.call(
@@ -205,6 +229,7 @@ def emit_dequantize_sums(
 KERNELS = (
     Kernel("all_reduce", "native", all_reduce, shares_memory, needs=NATIVE_RANKS),
     Kernel("all_gather", "native", all_gather, shares_memory, needs=NATIVE_RANKS),
+    Kernel("all_gather_quantized", "native", all_gather_quantized, shares_memory, needs=NATIVE_RANKS),
     Kernel("absmax_per_token", "native", absmax_per_token, native.supports),
     Kernel("quantize_by", "native", quantize_by, native.supports),
     Kernel(
@@ -215,6 +240,7 @@ KERNELS = (
 EMITTERS = (
     Emitter("all_reduce", emit_all_reduce),
     Emitter("all_gather", emit_all_gather),
+    Emitter("all_gather_quantized", emit_all_gather_quantized),
     Emitter("absmax_per_token", emit_absmax_per_token),
     Emitter("quantize_by", emit_quantize_by),
     Emitter("int8_sums", emit_int8_sums),

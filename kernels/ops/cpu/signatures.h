@@ -109,6 +109,9 @@ KERNEL(int, all_gather, int64_t communicator, const float* x, int64_t x_stride, 
        int64_t rows, int64_t width)
 KERNEL(int, all_gather_codes, int64_t communicator, const uint8_t* x, int64_t x_stride, const int64_t* sizes,
        uint8_t* out, int64_t rows, int64_t width)
+KERNEL(int, all_gather_quantized, int64_t communicator, const uint8_t* q, int64_t q_stride, const float* scale,
+       const int64_t* sizes, const int64_t* groups, uint8_t* q_out, float* scale_out, int64_t rows, int64_t width,
+       int64_t all_groups)
 KERNEL(void, attention, const float* q, const float* k, const float* v, void* k_cache, void* v_cache,
        const float* sinks, const float* slopes, float* out, const int64_t* slot_mapping, const int32_t* query_start,
        const int32_t* seq_lens, const int32_t* block_tables, int64_t tokens, int64_t sequences, int64_t table_width,

@@ -32,6 +32,15 @@ def all_gather(x: Tensor, total: int, unit: int = 1) -> Tensor:
     return x.new_empty((*x.shape[:-1], total))
 
 
+def all_gather_quantized(
+    q: Tensor, scale: Tensor, total: int, unit: int = 1, groups: int = 1
+) -> tuple[Tensor, Tensor]:
+    expect(
+        total % groups == 0 and unit * groups % total == 0, f"{groups} groups in units of {unit} of {total}"
+    )
+    return all_gather(q, total, unit), all_gather(scale, groups, unit * groups // total)
+
+
 def quantize_by(x: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty(x.shape, dtype=torch.uint8, device=x.device), torch.empty_like(most)
 
@@ -75,6 +84,20 @@ OPS = (
             whole("unit", 1, MAX_INT),
         ),
         shape=all_gather,
+        work=Work.POINTWISE,
+        absent={CUDA: DISTRIBUTED},
+        only_lowered=True,
+    ),
+    Op(
+        reference.all_gather_quantized,
+        (
+            value("q", Kind.UINT8, "T C"),
+            value("scale", Kind.FLOAT32, "T G", Role.ACTIVATION_SCALE),
+            whole("total", 1, MAX_INT, required=True),
+            whole("unit", 1, MAX_INT),
+            whole("groups", 1, MAX_INT),
+        ),
+        shape=all_gather_quantized,
         work=Work.POINTWISE,
         absent={CUDA: DISTRIBUTED},
         only_lowered=True,
