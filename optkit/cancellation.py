@@ -9,7 +9,7 @@ nothing. A step that runs as a captured CUDA graph has no parts and cannot be ca
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 
 _check: ContextVar[Callable[[], None] | None] = ContextVar("check", default=None)
@@ -30,6 +30,20 @@ def cancellable(check: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         _check.reset(token)
+
+
+@contextmanager
+def uncancellable() -> Iterator[None]:
+    """Call the check of the caller in the body, and go on where the check cancels the step."""
+    outer = _check.get()
+
+    def check() -> None:
+        if outer is not None:
+            with suppress(StepCancelled):
+                outer()
+
+    with cancellable(check):
+        yield
 
 
 def check_cancelled() -> None:

@@ -36,6 +36,7 @@ PASSES: dict[str, str] = {
     "kv_int8": "optkit.passes.kv_int8:KVInt8",
     "kv_fp8": "optkit.passes.kv_fp8:KVFP8",
     "compile": "optkit.passes.compile:Compile",
+    "tensor_parallel": "optkit.passes.tensor_parallel:TensorParallel",
     "bake_prefix": "optkit.passes.bake_prefix:BakePrefix",
 }
 

@@ -121,6 +121,7 @@ PACKAGES = (
         "kernels",
         "graph",
         "lowering",
+        "parallel",
         "checkpoint",
         "calibration",
         "artifact",

@@ -3,9 +3,9 @@
 A function defines the meaning of an op; a faster kernel is right when the results agree with the function of the same
 name here. Norms and gates are written in ``reference_pointwise``, linear layers on integer weights in
 ``reference_linear``, mixtures of experts in ``reference_experts``, float8 in ``reference_fp8``, RoPE, the KV cache and
-attention in ``reference_attention``, convolutions and scans with a recurrent state in ``reference_recurrent``. The
-functions run on any device. Under ``torch.device("meta")`` the functions compute shapes only, for the verifier and the
-cost model.
+attention in ``reference_attention``, convolutions and scans with a recurrent state in ``reference_recurrent``, the
+ops of tensor-parallel ranks in ``reference_collectives``. The functions run on any device. Under
+``torch.device("meta")`` the functions compute shapes only, for the verifier and the cost model.
 
 Layout rules: activations are token-major, ``[T, ...]`` for the T tokens of the flattened batch; a linear weight is
 ``[N, K]`` (out, in); attention takes ``[T, H, D]``; the KV pool of a layer is ``[blocks, block_size, Hkv, D]``
@@ -36,6 +36,16 @@ from optkit.kernels.reference_attention import (  # noqa: F401
     rope_kv_write,
     rope_table,
     write_kv,
+)
+from optkit.kernels.reference_collectives import (  # noqa: F401
+    absmax_per_token,
+    all_gather,
+    all_gather_quantized,
+    all_reduce,
+    dequantize_sums,
+    int8_sums,
+    local_ids,
+    quantize_by,
 )
 from optkit.kernels.reference_experts import (  # noqa: F401
     expert_linear,

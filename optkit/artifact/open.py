@@ -82,6 +82,13 @@ class Artifact:
         file = self.directory / INTERNAL / "graph.json"
         return meta_from_json(read_bounded(file, MAX_GRAPH_BYTES), where=str(file))
 
+    def annotations(self) -> dict[str, Any]:
+        """``Graph.annotations`` of graph.json, without nodes and weights."""
+        from optkit.graph.serialize import annotations_from_json
+
+        file = self.directory / INTERNAL / "graph.json"
+        return annotations_from_json(read_bounded(file, MAX_GRAPH_BYTES), where=str(file))
+
     def graph(self) -> Graph:
         """The optimized graph, with weights mapped from the artifact's files."""
         from optkit.checkpoint.compressed_tensors_writer import PACKED_FILE

@@ -11,6 +11,7 @@ from optkit.untrusted_json import Name, Schema, Size
 
 MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM = 1024, 65536, 65536
 MAX_VOCABULARY, MAX_LENGTH, MAX_EXPERTS = 1 << 21, 1 << 24, 1 << 16
+MAX_RANKS = 64
 MAX_STATES, MAX_STATE_SIZE = 4 * MAX_LAYERS, 1 << 20
 
 Layer = Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
@@ -85,6 +86,7 @@ class PlanEntry(Schema):
 
     compile: CompilePlan = Field(default_factory=lambda: CompilePlan(regions=[]))
     config: dict[str, Any] = Field(default_factory=dict)
+    tensor_parallel: Annotated[int, Field(ge=1, le=MAX_RANKS)] | None = None
     notes: Annotated[list[Annotated[str, Field(max_length=1000)]], Field(max_length=100)] = Field(
         default_factory=list
     )

@@ -131,6 +131,15 @@ def meta_from_json(text: str | bytes, where: str = "graph.json") -> GraphMeta:
         return decode_meta(data["meta"])
 
 
+def annotations_from_json(text: str | bytes, where: str = "graph.json") -> dict[str, Any]:
+    """The annotations of a graph file (``Graph.annotations``), without nodes and weights.
+
+    Raises:
+        UserError: not a graph file of the current version.
+    """
+    return dict(checked_json(text, where)["plan"])
+
+
 def checked_json(text: str | bytes, where: str) -> Mapping[str, Any]:
     """The content of a graph file, with the types of ``schema.GraphFile``."""
     data = parse_bounded(text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text, where)

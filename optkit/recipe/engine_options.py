@@ -268,10 +268,24 @@ class EngineOptions(SchedulingOptions, frozen=True, kw_only=True, forbid_unknown
             le=MAX_GUESSES,
         ),
     ] = 8
+    tensor_parallel_size: (
+        Annotated[
+            int,
+            about(
+                "Processes that share every layer of the model: each has a part of the weights and of the KV cache. By "
+                "default what the artifact's tensor_parallel pass says, else 1.",
+                LOADING,
+                unit="ranks",
+                ge=1,
+                le=64,
+            ),
+        ]
+        | None
+    ) = None
     threads: Annotated[
         int,
         about(
-            "Compute threads; 0 is one per core.",
+            "Compute threads of a rank; 0 is one per core, shared by the ranks.",
             LOADING,
             unit="threads",
             recipe="serving.threads",

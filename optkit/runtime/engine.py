@@ -76,6 +76,7 @@ class Engine:
         departed: returns the ids of requests without a client, which ``abort`` will end after the step; called
             between parts of a step.
         make_embedder: makes the embedder at the first use; None where there is none, as on GPUs.
+        alive: raises where another process of the engine has ended; called while there is no work.
         grammars: compiles the constraints of requests; None for an engine without a tokenizer, which refuses them.
         observer: is told of each step, for a profile.
         turn: held by the thread that reads or changes the tables of requests and blocks. Free while the model computes,
@@ -113,6 +114,7 @@ class Engine:
         )
         self._copy_seconds = 0.0  # of a block, one way
         self.departed: Callable[[], AbstractSet[str]] = frozenset
+        self.alive: Callable[[], None] = no_check
         self.observer: StepObserver = NoObserver()
         self.turn, self.abandoned = threading.Condition(), set[str]()
         self.wake: Callable[[], None] = _sleepless
@@ -388,6 +390,7 @@ class Engine:
             config=c,
             memory_plan=plan,
             vocab_size=runner.vocab_size,
+            tensor_parallel_size=getattr(runner, "num_ranks", 1),
             gpu_memory_utilization=self.memory_share,
             kv_layout=self.peers.layout if self.peers else "",
             peer_address=self.peers.address if self.peers else "",
@@ -420,6 +423,10 @@ class Engine:
 
 def _sleepless() -> None:
     """The default of ``Engine.wake``: the caller of ``step`` never sleeps."""
+
+
+def no_check() -> None:
+    """Find nothing wrong: the engine is one process."""
 
 
 def work_of(batch: Batch) -> list[Work]:

@@ -30,6 +30,8 @@ from optkit.runtime.engine import Engine, RequestFailed
 from optkit.runtime.hidden_graph import hidden_graph
 from optkit.runtime.kv.offload import HostBlockStore, open_store
 from optkit.runtime.kv.windows import most_tokens
+from optkit.runtime.ranks.leader import RankedRunner
+from optkit.runtime.ranks.start import RankZero, for_each_rank, no_embedder, num_ranks, start
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.sampling.draft_model import DraftModel
 from optkit.runtime.sampling.proposer import Lengths, NgramProposer, Speculator
@@ -87,8 +89,12 @@ def load_engine(artifact_dir: str, options: EngineOptions) -> Engine:
     """
     os.environ.setdefault("ONEDNN_CACHE_CONTEXT_UNSAFE", "1")  # weights never move: skip primitive rebuilds
     artifact = Artifact.open(artifact_dir, verify=False)
-    shared = SharedWeights() if artifact.recipe.target == "cpu" else None
-    model = artifact.executable(trust_code=options.trust_artifact_code, shared=shared)
+    zero = None
+    if (size := num_ranks(artifact, options)) > 1:
+        options = for_each_rank(options, size)
+        zero = start(artifact, options, size)
+    shared = SharedWeights() if artifact.recipe.target == "cpu" and zero is None else None
+    model = zero.model if zero else artifact.executable(trust_code=options.trust_artifact_code, shared=shared)
     gpu = device_of(model)
     if model.device.type == "cpu":
         warn_about_kernels(artifact.directory)
@@ -106,7 +112,8 @@ def load_engine(artifact_dir: str, options: EngineOptions) -> Engine:
         )
     if options.kv_offload_bytes:
         config, store = offloading(config, model, options.kv_offload_bytes, options.kv_offload_dir)
-    engine = make_engine(model, config, gpu, store, guesses, cost, present_target(artifact.recipe.target))
+    target = present_target(artifact.recipe.target)
+    engine = make_engine(model, config, gpu, store, guesses, cost, target, zero)
     tokenizer = artifact.directory / "tokenizer.json"
     engine.grammars = Grammars(partial(vocabulary, tokenizer, model.vocab_size))
     if takes_the_rest:
@@ -114,7 +121,7 @@ def load_engine(artifact_dir: str, options: EngineOptions) -> Engine:
     if shared is not None:
         engine.make_embedder = lambda: embedder(artifact, shared, engine.config)
     warm_up(engine, artifact_dir)
-    if isinstance(engine.runner, ModelRunner):
+    if isinstance(engine.runner, ModelRunner) and zero is None:
         adopt_baked(engine, artifact, engine.runner)
     trim_heap()
     return engine
@@ -185,8 +192,17 @@ def make_engine(
     guesses: Speculator | None,
     cost: CostModel,
     target: Target | None = None,
+    zero: RankZero | None = None,
 ) -> Engine:
-    """The engine for the device of ``model``: ``gpu``, or the CPU where ``gpu`` is None."""
+    """The engine for the device of ``model``: ``gpu``, or the CPU where ``gpu`` is None; with ``zero`` of several
+    ranks.
+    """
+    if zero is not None:
+        layout = layout_of(model.states, config.kv_windows)
+        ranked = RankedRunner(zero.model, config.num_blocks, config.block_size, zero.ranks, layout)
+        engine = Engine(ranked, config, store, guesses, cost=cost)
+        engine.alive, engine.make_embedder = zero.ranks.check, no_embedder
+        return engine
     if gpu is None:
         slots = config.num_state_slots + config.num_checkpoints
         layout = layout_of(model.states, config.kv_windows)

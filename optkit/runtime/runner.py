@@ -87,7 +87,11 @@ class ModelRunner:
         inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if self.device.type != "cpu":
             inputs = {name: tensor.to(self.device) for name, tensor in inputs.items()}
-        return self.model(inputs | self.kv_pools | self.state_pools)[:count]
+        return self.run(inputs)[:count]
+
+    def run(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Logits of a step with the batch ``inputs``."""
+        return self.model(inputs | self.kv_pools | self.state_pools)
 
     def batch_inputs(self, batch: Batch) -> dict[str, np.ndarray]:
         """The flattened token batch, with the block tables of each group of layers."""

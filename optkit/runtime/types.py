@@ -483,6 +483,13 @@ class Batch:
         return sum(item.num_new for item in self.items)
 
 
+class EngineLost(BaseException):
+    """A part of the engine in another process has ended or failed, so the engine process has to end.
+
+    Not an ``Exception``, because the handler of failed batches inside a step must not catch it.
+    """
+
+
 class Runner(Protocol):
     """Executes a batch on the model. Implemented by ``optkit.runtime.runner.ModelRunner`` and by fakes of tests."""
 

@@ -18,6 +18,7 @@ def modules() -> tuple[ModuleType, ...]:
     """The modules, imported on use."""
     from optkit.kernels.cpu import (
         attention,
+        collectives,
         experts,
         gates,
         gather,
@@ -32,7 +33,8 @@ def modules() -> tuple[ModuleType, ...]:
         wna16,
     )
 
-    return int8, int4, wna16, experts, onednn, attention, sdpa, norms, gates, rope, gather, heads, recurrent
+    first = int8, int4, wna16, experts, onednn, attention, sdpa, norms, gates
+    return *first, rope, gather, heads, recurrent, collectives
 
 
 def kernels() -> tuple[Kernel, ...]:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from optkit.cancellation import check_cancelled
+from optkit.kernels.collectives import CollectiveFailed
 from optkit.kernels.cpu import native, signatures
 from optkit.kernels.cpu.signatures import Parameter
 
@@ -373,7 +374,10 @@ class Program:
         """Run ``count`` calls from the call ``first`` on."""
         failed = self._call(first, count)
         if failed:
-            raise IndexError(f"an index is out of range in call {first + failed - 1} of the program")
+            number = first + failed - 1
+            if self.made_for[number][1].startswith("all_"):
+                raise CollectiveFailed(f"a rank did not answer in call {number} of the program")
+            raise IndexError(f"an index is out of range in call {number} of the program")
 
     def _call(self, first: int, count: int) -> int:
         """Run calls as ``_run``; 0, or 1 + the call with an index out of range, counted from ``first``."""

@@ -45,16 +45,20 @@ OPTKIT_INLINE void round_group(const float* x, int64_t n, float inverse, uint8_t
     }
 }
 
-// Numbers overflow only in a group whose scale is NaN, infinite or below 2^-126; in all others each is -127 to 127.
-OPTKIT_INLINE void quantize_group(const float* x, int64_t n, uint8_t* q, float* scale) {
+// quantize_group with the largest |x| given. Numbers overflow only in a group whose scale is NaN, infinite or below 2^-126;
+// in all others each is -127 to 127.
+OPTKIT_INLINE void quantize_by(const float* x, int64_t n, float most, uint8_t* q, float* scale) {
     constexpr float MOST = std::numeric_limits<float>::max();
-    const float most = largest(x, n);
     const float inverse = most > 0 ? 1.0f / most * 127.0f : 0.0f;
     if (most <= MOST && inverse <= MOST)
         round_group<false>(x, n, inverse, q);
     else
         round_group<true>(x, n, inverse, q);
     *scale = most / 127.0f;
+}
+
+OPTKIT_INLINE void quantize_group(const float* x, int64_t n, uint8_t* q, float* scale) {
+    quantize_by(x, n, largest(x, n), q, scale);
 }
 
 // q [columns] and scale [columns / group] of x [columns]. Short groups get a constant length, which unrolls them.

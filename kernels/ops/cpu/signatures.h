@@ -27,6 +27,13 @@ FUNCTION(int64_t, run_program_recorded, const void* calls, int64_t count, const 
          const int64_t* inputs, const int64_t* arenas, void* block_memory, int64_t block_tokens, int64_t token_bytes,
          int threads, void* records, int64_t capacity, int64_t* used, int64_t first_op)
 FUNCTION(int64_t, ticks, void)
+FUNCTION(int64_t, region_bytes, int64_t ranks)
+FUNCTION(int64_t, join, uint8_t* region, int rank, int size, int64_t spin, int64_t timeout)
+FUNCTION(void, leave, int64_t communicator)
+FUNCTION(int, has_failed, int64_t communicator)
+FUNCTION(void, fail, int64_t communicator)
+FUNCTION(int64_t, w8_pieces_bytes, int64_t n, int64_t k)
+FUNCTION(void, pack_w8_pieces, const int8_t* weight, uint8_t* blob, int64_t n, int64_t k, int threads)
 
 KERNEL(int, gather_rows, const float* table, const int64_t* index, float* out, int64_t rows, int64_t count,
        int64_t width)
@@ -89,6 +96,22 @@ KERNEL(void, selective_scan, const float* x, int64_t x_stride, const float* dt, 
        int64_t channels, int64_t states)
 KERNEL(void, head_linear, const float* x, int64_t x_token, const float* weight, float* out, int64_t tokens,
        int64_t heads, int64_t k, int64_t n)
+KERNEL(void, absmax_per_token, const float* x, int64_t x_stride, float* most, int64_t rows, int64_t columns)
+KERNEL(void, quantize_by, const float* x, int64_t x_stride, const float* most, uint8_t* q, float* scale, int64_t rows,
+       int64_t columns)
+KERNEL(void, int8_sums, const uint8_t* q, int64_t q_stride, const uint8_t* weight, int32_t* out, int64_t rows, int64_t n,
+       int64_t k)
+KERNEL(void, dequantize_sums, const int32_t* sums, const float* scale, const float* weight_scale, const float* bias,
+       float* out, int64_t rows, int64_t n)
+KERNEL(int, all_reduce, int64_t communicator, const float* x, float* out, int64_t rows, int64_t width, int max)
+KERNEL(int, all_reduce_int, int64_t communicator, const int32_t* x, int32_t* out, int64_t rows, int64_t width, int max)
+KERNEL(int, all_gather, int64_t communicator, const float* x, int64_t x_stride, const int64_t* sizes, float* out,
+       int64_t rows, int64_t width)
+KERNEL(int, all_gather_codes, int64_t communicator, const uint8_t* x, int64_t x_stride, const int64_t* sizes,
+       uint8_t* out, int64_t rows, int64_t width)
+KERNEL(int, all_gather_quantized, int64_t communicator, const uint8_t* q, int64_t q_stride, const float* scale,
+       const int64_t* sizes, const int64_t* groups, uint8_t* q_out, float* scale_out, int64_t rows, int64_t width,
+       int64_t all_groups)
 KERNEL(void, attention, const float* q, const float* k, const float* v, void* k_cache, void* v_cache,
        const float* sinks, const float* slopes, float* out, const int64_t* slot_mapping, const int32_t* query_start,
        const int32_t* seq_lens, const int32_t* block_tables, int64_t tokens, int64_t sequences, int64_t table_width,

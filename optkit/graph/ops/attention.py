@@ -21,7 +21,7 @@ from optkit.graph.ops.operands import (
     weight,
     whole,
 )
-from optkit.graph.ops.record import CPU, CUDA, PROGRAM, Op, Work
+from optkit.graph.ops.record import CPU, CUDA, PROGRAM, Op, Sharding, Work
 from optkit.kernels import reference
 
 ATTENTION = (reference.attention, reference.paged_attention)
@@ -136,6 +136,7 @@ OPS = (
         work=Work.ATTENTION,
         traceable=False,
         mutates=("k_cache", "v_cache"),
+        sharding=Sharding.HEADS,
     ),
     Op(
         reference.rope_kv_write,
@@ -153,5 +154,6 @@ OPS = (
         shape=attention,
         work=Work.ATTENTION,
         traceable=False,
+        sharding=Sharding.HEADS,
     ),
 )

@@ -138,6 +138,7 @@ def of_experts(
         shape=shape,
         work=Work.EXPERTS,
         traceable=False,
+        unshared="every rank has all experts",
         **facts,
     )
 

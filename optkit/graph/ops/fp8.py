@@ -23,7 +23,7 @@ from optkit.graph.ops.operands import (
     value,
     weight,
 )
-from optkit.graph.ops.record import CPU, PROGRAM, Op, Work
+from optkit.graph.ops.record import CPU, PROGRAM, Op, Sharding, Work
 from optkit.kernels import reference
 
 WEIGHT = weight("weight", Kind.FP8, "N K")
@@ -77,6 +77,7 @@ OPS = (
         absent={CPU: EMULATED, PROGRAM: EMULATED},
         row_wise=True,
         dequantize=dequantize,
+        sharding=Sharding.LINEAR,
     ),
     Op(
         reference.linear_fp8_rowwise,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from optkit.graph.ops.norms import FMT, GPU_ONLY, quantized
 from optkit.graph.ops.operands import Choice, Kind, Role, X, either, expect, optional, value
-from optkit.graph.ops.record import CUDA, Op, Work
+from optkit.graph.ops.record import CUDA, Op, Sharding, Work
 from optkit.kernels import reference
 
 GATE, UP = value("gate", Kind.COMPUTE, "..."), value("up", Kind.COMPUTE, "...")
@@ -43,6 +43,7 @@ OPS = (
         row_wise=True,
         per_head=True,
         compiled=True,
+        sharding=Sharding.CHANNELS,
     ),
     Op(
         reference.silu_mul,
@@ -52,6 +53,7 @@ OPS = (
         row_wise=True,
         compiled=True,
         packed=reference.silu_mul_packed,
+        sharding=Sharding.CHANNELS,
     ),
     Op(
         reference.gelu_mul,
@@ -61,6 +63,7 @@ OPS = (
         row_wise=True,
         compiled=True,
         packed=reference.gelu_mul_packed,
+        sharding=Sharding.CHANNELS,
     ),
     Op(
         reference.silu_mul_packed,
@@ -70,6 +73,7 @@ OPS = (
         row_wise=True,
         compiled=True,
         quantized=reference.silu_mul_quantize,
+        sharding=Sharding.HALVES,
     ),
     Op(
         reference.gelu_mul_packed,
@@ -79,6 +83,7 @@ OPS = (
         row_wise=True,
         compiled=True,
         quantized=reference.gelu_mul_quantize,
+        sharding=Sharding.HALVES,
     ),
     Op(
         reference.silu_mul_quantize,

@@ -23,7 +23,7 @@ from optkit.graph.ops.operands import (
     weight,
     whole,
 )
-from optkit.graph.ops.record import CPU, CUDA, PROGRAM, Op, Work
+from optkit.graph.ops.record import CPU, CUDA, PROGRAM, Op, Sharding, Work
 from optkit.kernels import reference
 from optkit.kernels.packed_codes import BITS
 
@@ -137,6 +137,7 @@ OPS = (
         absent=dict.fromkeys((CPU, PROGRAM), "torch's BLAS multiplies floats"),
         row_wise=True,
         any_dtype=True,
+        sharding=Sharding.LINEAR,
     ),
     Op(
         reference.head_linear,
@@ -153,6 +154,7 @@ OPS = (
         absent={CUDA: "torch's BLAS multiplies floats"},
         row_wise=True,
         any_dtype=True,
+        unshared="a latent has one KV head, which all queries read",
     ),
     Op(
         reference.quantize_per_token,
@@ -161,6 +163,7 @@ OPS = (
         work=Work.POINTWISE,
         row_wise=True,
         compiled=True,
+        sharding=Sharding.QUANTIZED,
     ),
     Op(
         reference.linear_w8a8,
@@ -169,6 +172,7 @@ OPS = (
         work=Work.LINEAR_8BIT,
         row_wise=True,
         dequantize=dequantize_int8,
+        sharding=Sharding.LINEAR,
     ),
     Op(
         reference.linear_w4a8,
@@ -184,6 +188,7 @@ OPS = (
         work=Work.LINEAR_8BIT,
         row_wise=True,
         dequantize=dequantize_int4,
+        sharding=Sharding.LINEAR,
     ),
     Op(
         reference.linear_w8a16,
@@ -192,6 +197,7 @@ OPS = (
         work=Work.LINEAR_WEIGHT_ONLY,
         row_wise=True,
         dequantize=dequantize_int8,
+        sharding=Sharding.LINEAR,
     ),
     Op(
         reference.linear_wna16,
@@ -209,5 +215,6 @@ OPS = (
         work=Work.LINEAR_WEIGHT_ONLY,
         row_wise=True,
         dequantize=dequantize_packed,
+        sharding=Sharding.LINEAR,
     ),
 )

@@ -58,6 +58,8 @@ class Kind(Enum):
     INT8 = ("int8", (torch.int8,), False)
     UINT8 = ("uint8", (torch.uint8,), False)
     KV = ("a KV dtype", tuple(dtype for dtype, _ in KV_DTYPES.values()), False)
+    SUMS = ("float32 or int32", (torch.float32, torch.int32), True)
+    COLUMNS = ("float32, uint8 or float8_e4m3fn", (torch.float32, torch.uint8, torch.float8_e4m3fn), True)
     STATE = ("float32, bfloat16 or float16", tuple(STATE_DTYPES.values()), False)
 
     def accepts(self, dtype: torch.dtype, *, half: bool) -> bool:

@@ -33,6 +33,18 @@ class Work(Enum):
     RECURRENT = "updates of a sequence's state, token by token"
 
 
+class Sharding(Enum):
+    """The share of a rank in an op of a tensor-parallel graph (``optkit.parallel``)."""
+
+    WHOLE = "the whole op, on whole activations"
+    CHANNELS = "some channels, from the same channels of every activation"
+    HALVES = "some channels, from the same channels of both halves of the activation"
+    QUANTIZED = "the codes and scales of some channels"
+    LINEAR = "columns of the result, or rows of the input channels with a sum over the ranks"
+    HEADS = "the query heads of some KV heads"
+    VOCABULARY = "rows of a table of token ids, with a sum over the ranks"
+
+
 # The places that may lack an implementation, each with a reason in ``Op.absent``.
 CPU, CUDA, PROGRAM = "cpu", "cuda", "program"
 
@@ -66,6 +78,8 @@ class Op:
         dequantize: the float32 weight [N, columns] of a quantized layer, from the weight operands without the bias,
             the op's options and the number of input channels.
         linear: the reference of the linear op of which the op is the one on experts' weights.
+        sharding: the share of a rank; an op with ``per_head`` also takes a share of the heads.
+        unshared: the reason for ``Sharding.WHOLE`` of an op with weights or states of its own.
         inputs: the graph's input of a batch operand, where the operand has another name.
         namespace: the plug-in's name, in front of the op's in graphs; empty for ops of optkit.
     """
@@ -86,6 +100,8 @@ class Op:
     packed: Callable[..., Any] | None = None
     dequantize: Callable[[Sequence[Tensor | None], Mapping[str, Any], int], Tensor] | None = None
     linear: Callable[..., Any] | None = None
+    sharding: Sharding = Sharding.WHOLE
+    unshared: str = ""
     inputs: Mapping[str, str] = field(default_factory=dict)
     namespace: str = ""
 

@@ -29,6 +29,7 @@ from optkit.kernels import reference
 MAX_TAPS = 64
 MAX_KEY_CHANNELS = 1024  # of a head: kernels keep so many rows of a state close to the processor
 
+WHOLE_STATES = "recurrent states are not shared by ranks"
 UNWRITTEN = {CUDA: "no GPU kernel is written: the reference runs, token by token"}
 SEQUENCES = (
     batch("query_start", Kind.INT32, "S+1"),
@@ -85,6 +86,7 @@ def of_states(
         absent=UNWRITTEN,
         traceable=False,
         mutates=(pool.name,),
+        unshared=WHOLE_STATES,
     )
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from optkit.graph.ops.linear import GROUP_SCALE, INT8_WEIGHT
 from optkit.graph.ops.operands import MAX_INT, Kind, batch, either, expect, value, whole
-from optkit.graph.ops.record import CPU, CUDA, PROGRAM, Op, Work
+from optkit.graph.ops.record import CPU, CUDA, PROGRAM, Op, Sharding, Work
 from optkit.kernels import reference
 
 TORCH = "torch copies the rows"
@@ -36,6 +36,7 @@ OPS = (
         absent={CPU: TORCH, CUDA: TORCH},
         any_dtype=True,
         compiled=True,
+        sharding=Sharding.VOCABULARY,
     ),
     Op(
         reference.embedding_w8,
@@ -43,6 +44,7 @@ OPS = (
         shape=embedding_w8,
         work=Work.GATHER,
         absent={CUDA: "torch copies the rows and multiplies"},
+        sharding=Sharding.VOCABULARY,
     ),
     Op(
         reference.select_rows,
@@ -53,6 +55,7 @@ OPS = (
         any_dtype=True,
         compiled=True,
         inputs={"index": "logits_index"},
+        sharding=Sharding.CHANNELS,
     ),
     Op(
         reference.by_tokens,
@@ -66,5 +69,6 @@ OPS = (
         work=Work.POINTWISE,
         absent=dict.fromkeys((CPU, CUDA, PROGRAM), "lowering keeps one of the two variants"),
         row_wise=True,
+        sharding=Sharding.CHANNELS,
     ),
 )

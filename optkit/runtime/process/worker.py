@@ -39,7 +39,14 @@ from optkit.runtime.info import EngineInfo
 from optkit.runtime.process import ipc
 from optkit.runtime.process.kv_publisher import publish
 from optkit.runtime.process.profiler import WHILE_WRITING_SECONDS, EngineProfiler
-from optkit.runtime.types import EngineOverload, EngineRefusal, EngineRequest, FinishReason, TokenOutput
+from optkit.runtime.types import (
+    EngineLost,
+    EngineOverload,
+    EngineRefusal,
+    EngineRequest,
+    FinishReason,
+    TokenOutput,
+)
 
 if TYPE_CHECKING:
     from optkit.runtime.embedding import Embedding
@@ -96,6 +103,7 @@ class Worker:
             elif self._outputs:
                 self._send([])
             elif not self.engine.is_embedding:
+                self.engine.alive()
                 self._post(ipc.Heartbeat())
             if self.engine.is_embedding:  # a step in turn with the requests'
                 for message in self.engine.embed_step():
@@ -367,6 +375,9 @@ def main(argv: list[str] | None = None) -> int:
         Worker(engine, sock, frames).serve()
     except ParentGone:
         return 0
+    except EngineLost as lost:
+        logger.error("the engine ends: %s", lost)
+        return 1
     return 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from optkit.graph.ops.operands import Role, Source, TensorOperand
 from optkit.graph.ops.record import CPU, CUDA, PROGRAM, Op, Work
 from optkit.kernels import cpu, reference
 from optkit.kernels import triton as gpu
+from optkit.kernels.collectives import Threads, using
 from optkit.lowering import cost
 from tests.support.op_calls import sound_call
 
@@ -48,6 +49,13 @@ def values(operand: TensorOperand, like: Tensor, generator: torch.Generator) -> 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """Ops that exchange tensors run in a group of one rank."""
+    with using(Threads(1).ranks[0]):
+        yield
 
 
 # -- complete ----------------------------------------------------------------------------------------------

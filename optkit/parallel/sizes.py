@@ -1,0 +1,36 @@
+"""The numbers of ranks that a model can be shared by."""
+
+from __future__ import annotations
+
+import math
+
+from optkit.errors import UserError
+from optkit.graph.ir import GraphMeta
+from optkit.graph.schema import MAX_RANKS
+
+
+def good_sizes(meta: GraphMeta) -> list[int]:
+    """The numbers of ranks among which all layers' KV heads are shared out evenly; [1] where ranks can't share."""
+    heads = [spec.num_kv_heads for spec in meta.kv_specs]
+    common = math.gcd(*heads) if heads else 1
+    return [size for size in range(1, min(common, MAX_RANKS) + 1) if common % size == 0]
+
+
+def check_size(meta: GraphMeta, size: int, where: str) -> None:
+    """Refuse a number of ranks that the model can't be shared by; only facts of graph.json are read.
+
+    Raises:
+        UserError: heads are not shared out evenly, or a state has no shares; the message has the sizes that work.
+    """
+    if size == 1:
+        return
+    fix = f"sizes that work: {', '.join(map(str, good_sizes(meta)))}"
+    if meta.recurrent_specs:
+        raise UserError("a recurrent state is not shared by ranks", where=where, fix="sizes that work: 1")
+    if any(spec.latent for spec in meta.kv_specs):
+        what = "latent KV has one head, which all queries read, and is not shared by ranks"
+        raise UserError(what, where=where, fix="sizes that work: 1")
+    if size not in good_sizes(meta):
+        heads = sorted({spec.num_kv_heads for spec in meta.kv_specs})
+        many = " and ".join(map(str, heads))
+        raise UserError(f"{size} ranks can't share {many} KV heads evenly", where=where, fix=fix)

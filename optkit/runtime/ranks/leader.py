@@ -1,0 +1,163 @@
+"""Rank 0: starts the other ranks, sends them each step, and ends where one of them does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from dataclasses import dataclass, field
+
+import torch
+
+from optkit.cancellation import uncancellable
+from optkit.errors import UserError
+from optkit.graph.kv_layout import KVLayout
+from optkit.kernels.collectives import Communicator
+from optkit.runtime.ranks import messages
+from optkit.runtime.ranks.messages import Allocate, Failed, Load, RankGone, Step
+from optkit.runtime.ranks.model import RankModel
+from optkit.runtime.runner import ModelRunner
+from optkit.runtime.types import Batch, EngineLost
+
+logger = logging.getLogger(__name__)
+
+JOIN_SECONDS = 5.0
+
+
+@dataclass
+class Ranks:
+    """The processes of ranks 1 to ``size`` - 1.
+
+    Attributes:
+        weight_bytes: of all ranks, rank 0 included.
+        folder: of ``meeting``, private.
+        lost: the reason for the end of a rank that nobody asked to end.
+    """
+
+    size: int
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    sockets: list[socket.socket] = field(default_factory=list)
+    weight_bytes: int = 0
+    folder: tempfile.TemporaryDirectory[str] = field(
+        default_factory=lambda: tempfile.TemporaryDirectory("-optkit")
+    )
+    lost: str | None = None
+    communicator: Communicator | None = None
+    closing: bool = False
+
+    @staticmethod
+    def start(
+        artifact_dir: str, size: int, threads: int, region_fd: int, *, trust_code: bool = False
+    ) -> Ranks:
+        """Start the processes, which load their shares meanwhile."""
+        ranks = Ranks(size)
+        for rank in range(1, size):
+            ours, theirs = socket.socketpair()
+            command = [sys.executable, "-P", "-m", "optkit.runtime.ranks.follower", f"--fd={theirs.fileno()}"]
+            command += [f"--region={region_fd}", f"--parent={os.getpid()}"]
+            with theirs:
+                inherited = [theirs.fileno(), region_fd]
+                process = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL, stdout=2)
+            ranks.processes.append(process)
+            ranks.sockets.append(ours)
+            threading.Thread(target=ranks.watch, args=(rank, process), daemon=True).start()
+            load = Load(artifact_dir, rank, size, threads, trust_code, ranks.meeting)
+            messages.send(ours, messages.frame(load))
+        return ranks
+
+    @property
+    def meeting(self) -> str:
+        """The file in which ranks without shared memory meet."""
+        return os.path.join(self.folder.name, "meeting")
+
+    def watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        """Wait for the end of a rank; then waits of rank 0 fail at once."""
+        code = process.wait()
+        if not self.closing and self.lost is None:
+            self.lost = f"rank {rank} ended with code {code}"
+            fail = getattr(self.communicator, "fail", None)
+            if fail is not None:
+                fail()
+
+    def wait_loaded(self) -> int:
+        """Wait until all ranks have loaded; the bytes of all their weights.
+
+        Raises:
+            UserError: a rank could not load its share.
+        """
+        total = 0
+        for rank, sock in enumerate(self.sockets, 1):
+            try:
+                answer = messages.FROM_RANK.decode(messages.receive(sock))
+            except RankGone:
+                raise UserError(f"rank {rank} ended while it loaded", where="tensor_parallel") from None
+            if isinstance(answer, Failed):
+                raise UserError(answer.what, where=answer.where, fix=answer.fix)
+            total += answer.weight_bytes
+        return total
+
+    def send(self, message: Allocate | Step) -> None:
+        """Send ``message`` to all ranks.
+
+        Raises:
+            EngineLost: a rank is gone.
+        """
+        data = messages.frame(message)
+        self.check()
+        try:
+            for sock in self.sockets:
+                messages.send(sock, data)
+        except RankGone:
+            raise EngineLost(self.lost or "a rank closed its socket") from None
+
+    def check(self) -> None:
+        """Raise EngineLost where a rank has ended."""
+        if self.lost is not None:
+            raise EngineLost(self.lost)
+
+    def close(self) -> None:
+        """End the ranks."""
+        self.closing = True
+        for sock in self.sockets:
+            sock.close()
+        for process in self.processes:
+            try:
+                process.wait(JOIN_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self.folder.cleanup()
+
+
+class RankedRunner(ModelRunner):
+    """The runner of rank 0: each step also runs in the other ranks."""
+
+    def __init__(
+        self, model: RankModel, num_blocks: int, block_size: int, ranks: Ranks, layout: KVLayout
+    ) -> None:
+        super().__init__(model, num_blocks, block_size, layout=layout)
+        self.ranks, self.num_ranks, self.weight_bytes = ranks, ranks.size, ranks.weight_bytes
+        self.kv_bytes *= ranks.size
+        ranks.send(Allocate(num_blocks, block_size, self.kv_windows))
+
+    def execute(self, batch: Batch) -> torch.Tensor:
+        """See ``ModelRunner.execute``. A step is not cancelled: the other ranks run it to the end.
+
+        Raises:
+            EngineLost: a rank is gone, or the step failed in one of them.
+        """
+        try:
+            with uncancellable():
+                return super().execute(batch)
+        except Exception as error:
+            logger.exception("a step of %d ranks failed", self.ranks.size)
+            raise EngineLost(self.ranks.lost or f"a step failed: {error}") from error
+
+    def run(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Run the graph in all ranks."""
+        self.ranks.send(Step.of({name: tensor.numpy() for name, tensor in inputs.items()}))
+        return super().run(inputs)

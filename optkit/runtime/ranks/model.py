@@ -1,0 +1,59 @@
+"""The model of one rank: the rank's share of an artifact, lowered and called under the rank's communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from torch import Tensor
+
+from optkit.artifact.open import Artifact
+from optkit.kernels.collectives import Communicator, using
+from optkit.lowering.lower import Executable
+from optkit.parallel.rank_graph import rank_graph
+
+
+class RankModel(Executable):
+    """An executable whose calls exchange tensors with the other ranks. All ranks make the same calls."""
+
+    def __init__(self, executable: Executable, communicator: Communicator) -> None:
+        super().__init__(executable.variants)
+        self.communicator = communicator
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Logits [L, V], in every rank."""
+        with using(self.communicator):
+            return super().__call__(inputs)
+
+
+def load_rank(artifact: Artifact, communicator: Communicator, *, trust_code: bool = False) -> RankModel:
+    """The share of ``artifact`` of a communicator's rank. Other ranks' rows and columns are not read.
+
+    Raises:
+        UserError: the model can't be shared by so many ranks.
+    """
+    share = partial(rank_graph, rank=communicator.rank, size=communicator.size)
+    with using(communicator):
+        return RankModel(artifact.executable(trust_code=trust_code, change=share), communicator)
+
+
+def communicator(rank: int, size: int, threads: int, region_fd: int, meeting: str) -> Communicator:
+    """The communicator of ``rank``: shared memory, or gloo where the native kernels are missing.
+
+    Args:
+        threads: compute threads of a rank.
+        region_fd: an inherited file of ``SharedRegion``.
+        meeting: the file in which the ranks meet for gloo.
+    """
+    import torch
+
+    from optkit.kernels.cpu import native
+
+    torch.set_num_threads(threads)
+    if native.available():
+        from optkit.kernels.cpu.shared_memory import SharedRank, SharedRegion
+
+        return SharedRank(SharedRegion(size, region_fd), rank)
+    from optkit.kernels.distributed import join
+
+    return join("gloo", meeting, rank, size)

@@ -1,0 +1,37 @@
+"""Numbers of ranks that work."""
+
+from __future__ import annotations
+
+import pytest
+
+from optkit.errors import UserError
+from optkit.graph.ir import GraphMeta
+from optkit.graph.states import KVSpec
+from optkit.parallel.sizes import check_size, good_sizes
+
+
+def meta(*heads: int, latent: bool = False) -> GraphMeta:
+    specs = tuple(KVSpec(i, n, 8, 8, latent=latent) for i, n in enumerate(heads))
+    return GraphMeta("llama", 10, 10, specs, "", "")
+
+
+@pytest.mark.parametrize(
+    ("heads", "sizes"),
+    [((3,), [1, 3]), ((8,), [1, 2, 4, 8]), ((8, 4), [1, 2, 4]), ((1,), [1]), ((7, 2), [1])],
+)
+def test_sizes_divide_the_kv_heads_of_all_layers(heads: tuple[int, ...], sizes: list[int]) -> None:
+    assert good_sizes(meta(*heads)) == sizes
+    for size in range(1, 10):
+        if size in sizes:
+            check_size(meta(*heads), size, "here")
+        else:
+            with pytest.raises(UserError) as caught:
+                check_size(meta(*heads), size, "here")
+            assert caught.value.where == "here"
+            assert caught.value.fix == f"sizes that work: {', '.join(map(str, sizes))}"
+
+
+def test_latent_kv_has_one_size() -> None:
+    check_size(meta(4, latent=True), 1, "here")
+    with pytest.raises(UserError, match="latent KV"):
+        check_size(meta(4, latent=True), 2, "here")
