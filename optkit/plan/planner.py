@@ -7,8 +7,8 @@ that graph. A configuration alone is enough.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ PROMPTS = (128, 512, 1024, 2048)  # tokens
 CONTEXTS = (512, 2048, 8192, 32768)  # tokens
 CLIENTS = 8
 FASTER = 0.95  # of the roofline: layers below show ceilings that are too low
-STATISTICS = {"p50": 0, "p95": 1, "p99": 2}  # of a predicted TTFT; TPOT and E2E are means
+STATISTICS = {"p50": 0, "p95": 1, "p99": 2}  # of a predicted TTFT; TPOT is a mean
 
 Progress = Callable[[str], None]
 
@@ -132,8 +132,7 @@ def plan(request: Request, progress: Progress = lambda text: None) -> ServingPla
     from optkit.pipeline.dry_graph import capture_planned
 
     recipe = request.recipe
-    slo = parse_slo(request.slo) if request.slo else None
-    check_objective(slo, request.trace)
+    slo = objective(request.slo, request.trace) if request.slo else None
     chosen = machine(request.target, recipe.target, request.hardware)
     arrivals = load_of(request, slo)
     passes = resolve_passes(recipe)
@@ -169,27 +168,30 @@ def plan(request: Request, progress: Progress = lambda text: None) -> ServingPla
     )
 
 
-def check_objective(slo: Slo | None, file: Path | None) -> None:
-    """Refuse an objective without a load, and terms without a prediction.
+def objective(text: str, file: Path | None) -> Slo:
+    """The objective in ``text``; of a share of the requests each bound gets the percentile of the share.
 
     Raises:
-        UserError: with the term.
+        UserError: an objective without a load, or a term without a prediction.
     """
-    if slo is None:
-        return
+    slo = parse_slo(text)
     if file is None and (slo.load is None or slo.load.rate is None):
         raise UserError(
             "an objective needs a load", where=f"--slo {slo}", fix="add --trace FILE, or @4rps at its end"
         )
+    if slo.share is not None:
+        share = f"p{100 * slo.share:g}"
+        slo = replace(slo, terms=tuple(replace(term, statistic=share) for term in slo.terms))
     for term in slo.terms:
-        if term.metric not in ("ttft", "tpot", "e2e") or not term.is_upper or term.side:
+        if term.metric not in ("ttft", "tpot", "e2e") or not term.is_upper or term.side is not None:
             raise UserError(
                 f"{term} can't be planned", where="--slo", fix="plan takes upper bounds on ttft, tpot and e2e"
             )
-        if term.metric == "ttft" and term.statistic not in ("", *STATISTICS):
+        if term.metric != "tpot" and term.statistic not in STATISTICS:
             raise UserError(
-                f"{term} can't be planned", where="--slo", fix="plan takes p50, p95 or p99 of ttft"
+                f"{term} can't be planned", where="--slo", fix="plan takes p50, p95 or p99 of ttft and e2e"
             )
+    return slo
 
 
 def load_of(request: Request, slo: Slo | None) -> list[Arrival]:
@@ -279,7 +281,7 @@ def replicas_of(
     if not arrivals:
         return None
     config = memory.config
-    objective = str(slo) if slo else "no saturation"
+    name = str(slo) if slo else "no saturation"
     if config is None:
         raise UserError("the model does not fit the machine, so no number of replicas serves the load")
     for one in arrivals:
@@ -291,7 +293,7 @@ def replicas_of(
             )
     budget = recipe.runtime.max_num_batched_tokens
     demand = replicas.Demand(
-        prefill=lambda tokens: steps.prefill(tokens, budget).seconds,
+        prefill=cache(lambda tokens: steps.prefill(tokens, budget).seconds),
         decode=lambda batch, context: steps.decode(batch, context).seconds,
         most_running=lambda context: min(
             config.max_num_seqs, config.num_blocks // max(1, config.blocks_needed(context, 1))
@@ -302,7 +304,7 @@ def replicas_of(
     found, last = replicas.fewest(arrivals, demand, holds)
     single = replicas.load(arrivals, 1, demand)
     cause = "" if found else missed(last, slo, output)
-    return Replicas(objective, trace.mean_rate(arrivals), len(arrivals), found, single, cause)
+    return Replicas(name, trace.mean_rate(arrivals), len(arrivals), found, single, cause)
 
 
 def meets(load: replicas.Load, slo: Slo | None, output: float) -> bool:
@@ -328,6 +330,7 @@ def missed(load: replicas.Load, slo: Slo | None, output: float) -> str:
 
 def value_of(term: Any, load: replicas.Load, output: float) -> float:
     """The predicted value of a bound's metric in milliseconds; of ``e2e`` the TTFT and the tokens after it."""
-    ttft = load.ttft[STATISTICS.get(term.statistic or "p95", 1)]
-    seconds = {"ttft": ttft, "tpot": load.tpot, "e2e": ttft + (output - 1) * load.tpot}[term.metric]
-    return seconds * 1e3
+    if term.metric == "tpot":
+        return load.tpot * 1e3
+    ttft = load.ttft[STATISTICS[term.statistic]]
+    return 1e3 * (ttft if term.metric == "ttft" else ttft + (output - 1) * load.tpot)

@@ -24,12 +24,14 @@ from typing import Any
 
 from optkit.plan.trace import mean_rate
 from optkit.plan.virtual import Arrival
+from optkit.untrusted_json import without_nan
 
 MOST_REPLICAS = 1 << 14
 TRUSTED = 0.9  # of a replica's time: queues beyond are not predicted
 ASSUMPTIONS = (
     "requests go to replicas in turn, each with one queue, first come first served",
     "no prefix cache; decodes slow prefills by their share of the time, and the other way round",
+    "TPOT is a mean, also where the objective bounds a percentile of it",
     f"more than {TRUSTED:.0%} of a replica's time in use counts as saturated",
 )
 
@@ -63,7 +65,9 @@ class Load:
     saturated: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """The load as JSON data; times without an end are None."""
+        found: dict[str, Any] = without_nan(asdict(self))
+        return found
 
 
 def load(arrivals: Sequence[Arrival], replicas: int, demand: Demand) -> Load:

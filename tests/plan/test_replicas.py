@@ -77,3 +77,8 @@ def test_an_impossible_bound_ends() -> None:
 def test_percentiles_are_samples() -> None:
     assert percentiles([float(n) for n in range(1, 101)]) == (50.0, 95.0, 99.0)
     assert percentiles([7.0]) == (7.0, 7.0, 7.0)
+
+
+def test_a_saturated_load_is_json_for_every_reader() -> None:
+    found = load(arrivals(12.0, 200), 1, demand()).to_dict()
+    assert found["ttft"] == [None] * 3 and found["tpot"] is None and found["saturated"]
