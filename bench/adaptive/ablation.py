@@ -169,7 +169,8 @@ def after_steps(mix: Mix, records: Sequence[RequestRecord], seconds: float) -> l
         start, end = number * seconds + RECOVERY, (number + 1) * seconds
         here = [r for r in records if r.ok and start <= (r.scheduled or 0.0) < end]
         values = {
-            name: goal.value(Term(name, "p95", "<", bound), here) for name, bound in mix.bounds.bounds().items()
+            name: goal.value(Term(name, "p95", "<", bound), here)
+            for name, bound in mix.bounds.bounds().items()
         }
         rows.append(values | {"requests": len(here)})
     return rows
@@ -192,7 +193,9 @@ def missed(found: dict[str, Any]) -> list[str]:
         for number, word in enumerate(("rise", "fall")):
             worst = max(run[number][name] for run in rows["adaptive"]["after_steps"])
             if not worst <= bound:
-                lines.append(f"p95 of {name} {RECOVERY:.0f} s after the {word}: {worst:.0f} ms of {bound:.0f}")
+                lines.append(
+                    f"p95 of {name} {RECOVERY:.0f} s after the {word}: {worst:.0f} ms of {bound:.0f}"
+                )
     for share, moves in found["steady"].items():
         if moves > 1:
             lines.append(f"{moves:.1f} moves a minute at a steady load of {share:g}")

@@ -7,12 +7,12 @@ The loop watches p95 of TTFT and TPOT over ``WINDOW`` seconds, and the age of th
 * the time of a step with a part of a prompt (``LeastSlack.tpot``), by a factor of ``CHUNK_STEP``;
 * the places (``max_num_seqs``), by a factor of ``PLACES_STEP``, never above the places of the start.
 
-Around the bounds is a dead band of ``DEAD``. A move is undone after ``SETTLE`` seconds if the excess rose by more than the
-dead band while the load was the same, and the limit then stays for ``BLOCKED`` seconds.
+Around the bounds is a dead band of ``DEAD``. A move is undone after ``SETTLE`` seconds if the excess rose by more than
+the dead band while the load was the same, and the limit then stays for ``BLOCKED`` seconds.
 
-After a move the next one waits for ``PATIENCE`` seconds, and after an undone move for twice as long. For ``HASTE`` seconds
-after a change of the arrival rate (``is_changed``) moves may come every second: so a steady load has one move a minute
-at most, but for false alarms of the test.
+After a move the next one waits for ``PATIENCE`` seconds, and after an undone move for twice as long. For ``HASTE``
+seconds after a change of the arrival rate (``is_changed``) moves may come every second: so a steady load has one move a
+minute at most, but for false alarms of the test.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ class Controller:
         self.moves: list[Move] = []
         self._firsts: deque[tuple[float, float]] = deque()
         self._tpots: deque[tuple[float, float]] = deque()
-        self._first_at: dict[str, tuple[float, int]] = {}  # of answers that run: first token, tokens after the first
+        self._first_at: dict[
+            str, tuple[float, int]
+        ] = {}  # of answers that run: first token, tokens after the first
         self._start: dict[str, float] = {}  # the limits of the start
         self._tried: tuple[Move, float] | None = None  # the last move, with the excess before
         self._blocked: dict[str, float] = {}

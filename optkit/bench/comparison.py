@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from optkit.bench.result import BenchResult
 
 
-
 @dataclass(frozen=True)
 class Quantity:
     """A number of a round: a percentile ``q`` or the mean (``q`` None) of a latency in ms, or a rate."""

@@ -56,7 +56,9 @@ def scale_of(text: str) -> float:
     except (ValueError, ZeroDivisionError, OverflowError):
         found = 0.0
     if not 0 < found <= MOST_SCALE:
-        raise UserError(f"no factor of lengths: {text!r:.40}", where="--trace-scale", fix="--trace-scale 1/32")
+        raise UserError(
+            f"no factor of lengths: {text!r:.40}", where="--trace-scale", fix="--trace-scale 1/32"
+        )
     return found
 
 

@@ -56,9 +56,7 @@ def plan(
             help="Load: a trace of arrivals and lengths, Mooncake's JSON lines or Azure's CSV, as for optkit bench."
         ),
     ] = None,
-    trace_scale: Annotated[
-        str, typer.Option(help="Factor on the lengths of --trace, as in 1/32.")
-    ] = "1",
+    trace_scale: Annotated[str, typer.Option(help="Factor on the lengths of --trace, as in 1/32.")] = "1",
     slo: Annotated[
         str | None,
         typer.Option(

@@ -9,7 +9,17 @@ import pytest
 
 from bench.adaptive import __main__ as command
 from bench.adaptive import ablation
-from bench.adaptive.ablation import COSTS, GRID, Limits, Served, after_steps, compare, missed, most_requests, served
+from bench.adaptive.ablation import (
+    COSTS,
+    GRID,
+    Limits,
+    Served,
+    after_steps,
+    compare,
+    missed,
+    most_requests,
+    served,
+)
 from bench.adaptive.load import MIXES
 from optkit.bench.records import Chunk, RequestRecord
 
@@ -25,7 +35,10 @@ def record(index: int, at: float, ttft: float, tpot: float = 0.01, error: str | 
 
 
 def test_a_refused_request_is_not_within_the_bounds() -> None:
-    found = Served([record(0, 0, 0.5), record(1, 0, 0.9), record(2, 0, 0.5, tpot=0.05), record(3, 0, 0.1, error="late")], [])
+    found = Served(
+        [record(0, 0, 0.5), record(1, 0, 0.9), record(2, 0, 0.5, tpot=0.05), record(3, 0, 0.1, error="late")],
+        [],
+    )
     assert found.within(MIX) == 0.25 and found.refused == 0.25
 
 
@@ -59,7 +72,9 @@ def test_every_bound_is_checked() -> None:
     found["sides"]["adaptive"]["after_steps"] = [[good, good | {"ttft": float("nan")}]]
     found["steady"][0.9] = 1.2
     lines = missed(found)
-    assert len(lines) == 3 and "0.810" in lines[0] and "after the fall" in lines[1] and "1.2 moves" in lines[2]
+    assert (
+        len(lines) == 3 and "0.810" in lines[0] and "after the fall" in lines[1] and "1.2 moves" in lines[2]
+    )
 
 
 def test_a_small_ablation_chooses_the_best_of_the_grid_and_is_written(

@@ -11,7 +11,12 @@ from bench.adaptive.load import MIXES, Mix, stepped
 
 def test_each_rate_has_its_arrivals_and_a_seed_repeats_them() -> None:
     found = stepped([2.0, 20.0, 2.0], 100.0, seed=3)
-    assert found == sorted(found) == stepped([2.0, 20.0, 2.0], 100.0, seed=3) != stepped([2.0, 20.0, 2.0], 100.0, seed=4)
+    assert (
+        found
+        == sorted(found)
+        == stepped([2.0, 20.0, 2.0], 100.0, seed=3)
+        != stepped([2.0, 20.0, 2.0], 100.0, seed=4)
+    )
     for start, expected in ((0, 200), (100, 2000), (200, 200)):
         count = sum(start <= at < start + 100 for at in found)
         assert abs(count - expected) < 4 * math.sqrt(expected)

@@ -51,7 +51,9 @@ def test_private_dir_refuses_a_directory_of_another_user(
         private_dir(tmp_path / "mine")
 
 
-def test_a_place_for_a_result_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_for_a_result_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("x")
     for good in (tmp_path / "file", tmp_path / "new.json", tmp_path / "a" / "b" / "new.json"):
         check_place(good)

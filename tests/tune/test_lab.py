@@ -90,7 +90,9 @@ def test_an_artifact_of_another_model_or_recipe_is_built_again(
 def test_servers_beyond_the_memory_are_not_started_and_the_first_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine = Machine("model", {"baseline": "baseline"}, tmp_path, Shape(8, 2, Load(clients=1)), lambda _line: None)
+    machine = Machine(
+        "model", {"baseline": "baseline"}, tmp_path, Shape(8, 2, Load(clients=1)), lambda _line: None
+    )
     machine._ids = list(range(5000))
     manifest = {"files": {"model.safetensors": {"bytes": 3 * 10**9}}}
     opened = SimpleNamespace(manifest=manifest, directory=tmp_path)
@@ -109,7 +111,11 @@ def test_servers_beyond_the_memory_are_not_started_and_the_first_is(
     monkeypatch.setattr("optkit.tune.lab.servers.model_name", lambda _url: "m")
     monkeypatch.setattr("optkit.tune.lab.client.run_workload", lambda *_args, **_options: [])
     monkeypatch.setattr("optkit.tune.lab.SETTLE", 0.0)
-    settings = [Setting("baseline"), Setting.of("baseline", {"max_num_seqs": 2}), Setting.of("baseline", {"max_num_seqs": 4})]
+    settings = [
+        Setting("baseline"),
+        Setting.of("baseline", {"max_num_seqs": 2}),
+        Setting.of("baseline", {"max_num_seqs": 4}),
+    ]
     with machine.serving(settings) as (_run, failed):
         assert len(started) == 1 and list(failed) == settings[1:]
         assert "needs about 4" in failed[settings[1]] and "1 GB are available" in failed[settings[1]]
