@@ -143,6 +143,7 @@ def tune(
             progress(ProgressEvent(text))
 
     lab = Machine(os.fspath(model), sources, directory, shape, line)
+    lab.check_lengths()
     task = {
         "model": lab.source.digest,
         "objective": str(objective),

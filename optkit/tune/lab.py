@@ -127,6 +127,23 @@ class Machine:
     def recipe(self, name: str) -> Recipe:
         return self.recipes[name]
 
+    def check_lengths(self) -> None:
+        """Refuse requests that are longer than the context, before anything is built.
+
+        Raises:
+            UserError: with the limit.
+        """
+        from optkit.pipeline.dry_graph import capture_planned
+
+        context = capture_planned(self.source.directory).meta.max_model_len
+        wanted = self.shape.input_len + self.shape.output_len
+        for name, recipe in self.recipes.items():
+            limit = min(context, recipe.runtime.max_model_len or context)
+            if wanted > limit:
+                what = f"requests of {self.shape.input_len} tokens in and {self.shape.output_len} out are too long"
+                fix = f"the context is {limit} tokens: give a smaller --input-len or --output-len"
+                raise UserError(what, where=f"{self.source.name} by recipe {name}", fix=fix)
+
     def artifact(self, name: str) -> Path:
         return self.directory / "artifacts" / name
 

@@ -75,6 +75,7 @@ def lab(monkeypatch: pytest.MonkeyPatch) -> list[FakeLab]:
         found = FakeLab({name: SLOW if name == "baseline" else FAST for name in recipes}, shape)
         found.recipes = {name: found.recipe(name) for name in recipes}
         found.conditions, found.source = lambda: {"cpu": "x"}, Source()
+        found.check_lengths = lambda: None
         made.append(found)
         return found
 

@@ -17,6 +17,7 @@ from optkit.recipe.load import load_recipe
 from optkit.recipe.schema import Accept, Recipe
 from optkit.tune.lab import Machine, Shape, _command, quality
 from optkit.tune.settings import Setting
+from tests.support.architectures import tiny_model
 
 ACCEPT = Accept(max_kld=0.01, min_top1=0.97)
 
@@ -122,3 +123,21 @@ def test_servers_beyond_the_memory_are_not_started_and_the_first_is(
     free[0] = 0
     with machine.serving(settings[:1]) as (_run, failed):
         assert not failed
+
+
+def test_requests_beyond_the_context_are_refused_before_a_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
+    model = tiny_model("llama")  # 256 tokens of context
+    model.save_pretrained(tmp_path / "model")
+    for output, fits in ((16, True), (17, False)):
+        shape = Shape(240, output, Load(clients=1))
+        machine = Machine(
+            str(tmp_path / "model"), {"baseline": "baseline"}, tmp_path, shape, lambda _line: None
+        )
+        if fits:
+            machine.check_lengths()
+            continue
+        with pytest.raises(UserError, match="240 tokens in and 17 out are too long.*256 tokens"):
+            machine.check_lengths()
