@@ -6,6 +6,7 @@ that graph. A configuration alone is enough.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -27,10 +28,12 @@ from optkit.plan.steps import StepModel, StepTime
 from optkit.plan.table import Machine, machine
 from optkit.plan.virtual import Arrival, clients
 from optkit.recipe.schema import Recipe
+from optkit.runtime.scheduling.config import SchedulerConfig
 
 PROMPTS = (128, 512, 1024, 2048)  # tokens
 CONTEXTS = (512, 2048, 8192, 32768)  # tokens
 CLIENTS = 8
+GRID = 8  # lengths an octave at which a prefill is predicted for a load
 FASTER = 0.95  # of the roofline: layers below show ceilings that are too low
 STATISTICS = {"p50": 0, "p95": 1, "p99": 2}  # of a predicted TTFT; TPOT is a mean
 
@@ -291,20 +294,47 @@ def replicas_of(
                 where=f"{one.prompt} tokens in, {one.output} out",
                 fix="scale the lengths with --trace-scale, or raise kv_cache_bytes and max_model_len",
             )
-    budget = recipe.runtime.max_num_batched_tokens
-    demand = replicas.Demand(
-        prefill=cache(lambda tokens: steps.prefill(tokens, budget).seconds),
-        decode=lambda batch, context: steps.decode(batch, context).seconds,
-        most_running=lambda context: min(
-            config.max_num_seqs, config.num_blocks // max(1, config.blocks_needed(context, 1))
-        ),
-    )
+    demand = demand_of(steps, recipe.runtime.max_num_batched_tokens, config)
     output = sum(one.output for one in arrivals) / len(arrivals)
     holds = partial(meets, slo=slo, output=output)
     found, last = replicas.fewest(arrivals, demand, holds)
     single = replicas.load(arrivals, 1, demand)
     cause = "" if found else missed(last, slo, output)
     return Replicas(name, trace.mean_rate(arrivals), len(arrivals), found, single, cause)
+
+
+def demand_of(steps: Calibrated, budget: int, config: SchedulerConfig) -> replicas.Demand:
+    """The work of requests by the predictions of steps of up to ``budget`` tokens."""
+    chunk = Point(budget, 1, budget)
+
+    def beside(batch: int, context: int) -> float:
+        both = steps.step((chunk, Point(batch, batch, context))).seconds
+        return max(0.0, both - steps.step((chunk,)).seconds)
+
+    return replicas.Demand(
+        prefill=on_grid(lambda tokens: steps.prefill(tokens, budget).seconds),
+        decode=cache(lambda batch, context: steps.decode(batch, context).seconds),
+        most_running=lambda context: min(
+            config.max_num_seqs, config.num_blocks // max(1, config.blocks_needed(context, 1))
+        ),
+        chunks=lambda tokens: -(-tokens // budget),
+        beside=cache(beside),
+    )
+
+
+def on_grid(seconds: Callable[[int], float]) -> Callable[[int], float]:
+    """``seconds`` at ``GRID`` lengths an octave, and lines between: a trace has thousands of lengths."""
+    known = cache(seconds)
+
+    def at(tokens: int) -> float:
+        place = math.floor(GRID * math.log2(tokens))
+        low, high = (round(2 ** (number / GRID)) for number in (place, place + 1))
+        if low >= tokens or high <= tokens:
+            return known(tokens)
+        share = (tokens - low) / (high - low)
+        return (1 - share) * known(low) + share * known(high)
+
+    return cache(at)
 
 
 def meets(load: replicas.Load, slo: Slo | None, output: float) -> bool:

@@ -163,7 +163,7 @@ def test_a_server_of_another_kind_is_refused_in_one_line_without_links():
     server = http.server.HTTPServer(("127.0.0.1", 0), Other)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        with pytest.raises(UserError, match="no OpenAI-compatible server: .*404") as error:
+        with pytest.raises(UserError, match=r"no OpenAI-compatible server: .*404") as error:
             model_name(f"http://127.0.0.1:{server.server_port}")
     finally:
         server.shutdown()

@@ -154,3 +154,16 @@ def test_a_trace_at_a_single_moment_has_no_rate(config_only: Path, tmp_path: Pat
     file.write_text(3 * '{"timestamp": 5, "input_length": 9, "output_length": 1}\n')
     with pytest.raises(UserError, match="different times"):
         made(config_only, trace=file, slo="ttft:700@4rps")
+
+
+def test_prefills_of_a_trace_are_predicted_at_few_lengths() -> None:
+    asked: list[int] = []
+
+    def seconds(tokens: int) -> float:
+        asked.append(tokens)
+        return 0.005 + 3e-4 * tokens + 5e-9 * tokens**2
+
+    found = planner.on_grid(seconds)
+    for tokens in range(1, 20_000):
+        assert found(tokens) == pytest.approx(0.005 + 3e-4 * tokens + 5e-9 * tokens**2, rel=1e-3)
+    assert len(asked) == len(set(asked)) < 140

@@ -139,5 +139,5 @@ def test_requests_beyond_the_context_are_refused_before_a_build(
         if fits:
             machine.check_lengths()
             continue
-        with pytest.raises(UserError, match="240 tokens in and 17 out are too long.*256 tokens"):
+        with pytest.raises(UserError, match=r"240 tokens in and 17 out are too long.*256 tokens"):
             machine.check_lengths()
