@@ -60,7 +60,7 @@ def find_rate(
     if probes < 1:
         raise UserError(f"probes must be positive, not {probes}", where="--find-rate")
     run = prepared(artifact, url, None, (), slo, tokenizer, assertions, line_to(progress))
-    promise = Promise(run.bounds, tuple(parse(text) for text in assertions))
+    promise = Promise(run.bounds, tuple(claim for text in assertions for claim in parse(text)))
     with _running(run, load.at_rate(1.0), progress) as running:
         running.warm_up(load, num_warmups)
         return search(running, load, promise, start, probes)

@@ -119,7 +119,6 @@ def tune(
     need_extra("serve", "optkit tune")
     from optkit.bench.environment import busy
     from optkit.bench.slo import Load, parse_slo
-    from optkit.checkpoint.locate import resolve
     from optkit.recipe.load import load_recipe
     from optkit.tune.goal import check_goal
     from optkit.tune.journal import NAME, Journal
@@ -144,18 +143,16 @@ def tune(
             progress(ProgressEvent(text))
 
     lab = Machine(os.fspath(model), sources, directory, shape, line)
+    lab.check_lengths()
     task = {
-        "model": resolve(os.fspath(model)).digest,
+        "model": lab.source.digest,
         "objective": str(objective),
         "shape": [input_len, output_len, str(shape.load)],
         "recipes": {name: lab.recipe(name).to_yaml() for name in sources},
         "seed": seed,
         "optkit": VERSION,
     }
-    file = directory / NAME
-    if force:
-        file.unlink(missing_ok=True)
-    journal = Journal(file, task)
+    journal = Journal(directory / NAME, task, fresh=force)
     try:
         if journal.resumed:
             line(f"resuming after {journal.resumed} trials, {journal.elapsed:.0f} s of {seconds:.0f} s")

@@ -9,19 +9,20 @@ claim                                   held where
 ``ttft_p50 <= 0.5x baseline``           the whole interval of the ratio is below; rounds are resampled
 ======================================  =======================================================================
 
-A claim is *held*, *failed* (the opposite is shown) or *not shown*: the requests or rounds are too few, or the
-interval contains the bound. Only a held claim passes.
+The text is that of an objective (``optkit.bench.slo``); several bounds in a text are several claims. A claim is *held*,
+*failed* (the opposite is shown) or *not shown*: the requests or rounds are too few, or the interval contains the bound.
+Only a held claim passes.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from optkit.bench.comparison import ALIASES, Quantity, quantity, ratio
+from optkit.bench.comparison import Quantity, ratio
 from optkit.bench.metrics import LatencyBounds
+from optkit.bench.slo import Slo, Term, parse_slo
 from optkit.bench.statistics import (
     mean_interval,
     misses_allowed,
@@ -36,13 +37,7 @@ if TYPE_CHECKING:
 
 Outcome = Literal["held", "failed", "not shown"]
 
-OPERATOR = r"\s*(?P<operator><=|>=|<|>)\s*"
-NUMBER = r"(?P<number>\d+(?:\.\d+)?|\.\d+)\s*"
-RELATIVE = re.compile(rf"(?P<name>\w[\w.]*){OPERATOR}{NUMBER}x\s*(?P<side>[\w.-]*)")
-ABSOLUTE = re.compile(rf"(?P<name>\w[\w.]*){OPERATOR}{NUMBER}(?P<unit>ms|s|tok/s|req/s|)")
-JOINT = re.compile(r"(?P<share>\d+(?:\.\d+)?)\s*%\s*:\s*(?P<bounds>.+)")
-BOUND = re.compile(r"\s*(?P<metric>\w+)\s*<=?\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>ms|s|)\s*")
-EXAMPLES = '"ttft_p95<700ms", "95%:ttft<700ms,tpot<50ms" or "ttft_p50 <= 0.5x baseline"'
+SAMPLED = {"itl": "itl_mean"}  # one sample a request: gaps of an answer are not independent
 
 
 @dataclass(frozen=True)
@@ -170,36 +165,48 @@ class Relative:
 Claim = Percentile | Joint | Mean | Relative
 
 
-def parse(text: str) -> Claim:
-    """Parse a claim.
+def parse(text: str) -> tuple[Claim, ...]:
+    """Parse the claims of a text, one for each bound; a share of requests has all its bounds in one claim.
 
     Raises:
-        UserError: the text is no claim, or names an unknown quantity.
+        UserError: the text is no objective, or has a load.
     """
-    where = f'--assert "{text}"'
-    if found := JOINT.fullmatch(text.strip()):
-        return Joint(text, _share(found["share"], where), _bounds(found["bounds"], where))
-    relative, absolute = RELATIVE.fullmatch(text.strip()), ABSOLUTE.fullmatch(text.strip())
-    found = relative or absolute
-    if found is None:
-        raise UserError("this is no assertion", where=where, fix=f"write {EXAMPLES}")
-    of, below, number = (
-        quantity(found["name"], where),
-        found["operator"] in ("<", "<="),
-        float(found["number"]),
-    )
-    if relative:
-        return Relative(text, of, below, number, relative["side"])
-    unit = found["unit"]
-    if (unit in ("ms", "s")) == of.is_rate and unit:
-        raise UserError(f"{of.name} is not measured in {unit}", where=where, fix=f"write {EXAMPLES}")
-    bound = number * 1e3 if unit == "s" else number
-    return Mean(text, of, below, bound) if of.q is None else Percentile(text, of, below, bound)
+    slo = parse_slo(text, "--assert")
+    where = f"--assert {text}"
+    if slo.load is not None:
+        fix = "leave out the part from @ on, and give --request-rate or --max-concurrency"
+        raise UserError("a claim is about the measured load", where=where, fix=fix)
+    if slo.share is not None:
+        return (joint(text, slo, where),)
+    single = len(slo.terms) == 1
+    return tuple(of_term(text if single else str(term), term) for term in slo.terms)
+
+
+def joint(text: str, slo: Slo, where: str) -> Joint:
+    """The claim on a share of requests."""
+    assert slo.share is not None
+    known = tuple(LatencyBounds.__dataclass_fields__)
+    if other := next((term.metric for term in slo.terms if term.metric not in known), None):
+        fix = f"a share of requests has bounds on {', '.join(known)}"
+        raise UserError(f"no bound of a request: {other}", where=where, fix=fix)
+    if slo.share == 1:
+        raise UserError("no number of requests shows 100 %", where=where, fix="write 99%:ttft<700ms")
+    return Joint(text, 100 * slo.share, LatencyBounds(**{term.metric: term.value for term in slo.terms}))
+
+
+def of_term(text: str, term: Term) -> Claim:
+    """The claim on a bound."""
+    of = Quantity(SAMPLED.get(term.metric, term.metric), term.percentile)
+    if term.side is not None:
+        return Relative(text, of, term.is_upper, term.value, term.side)
+    if of.q is None:
+        return Mean(text, of, term.is_upper, term.value)
+    return Percentile(text, of, term.is_upper, term.value)
 
 
 def parse_all(texts: Sequence[str], sides: Sequence[str]) -> tuple[Claim, ...]:
     """The claims of a run, checked against the names of the sides before anything is measured."""
-    claims = tuple(parse(text) for text in texts)
+    claims = tuple(claim for text in texts for claim in parse(text))
     for claim in claims:
         if isinstance(claim, Relative):
             other_side(claim.side, sides, claim.text)
@@ -219,27 +226,6 @@ def other_side(name: str, sides: Sequence[str], text: str) -> str:
         return others[0]
     fix = nearest(name, others) if others else "add --baseline MODEL or --against SIDE"
     raise UserError(f"no side {name!r} to compare with", where=f'--assert "{text}"', fix=fix)
-
-
-def _share(text: str, where: str) -> float:
-    share = float(text)
-    if not 0 < share < 100:
-        raise UserError("a share lies between 0 % and 100 %", where=where, fix="write 95%:ttft<700ms")
-    return share
-
-
-def _bounds(text: str, where: str) -> LatencyBounds:
-    bounds: dict[str, float] = {}
-    for part in text.split(","):
-        found = BOUND.fullmatch(part)
-        metric = ALIASES.get(found["metric"], found["metric"]) if found else ""
-        if found is None or metric not in LatencyBounds.__dataclass_fields__:
-            known = ", ".join(LatencyBounds.__dataclass_fields__)
-            raise UserError(
-                f"no bound: {part.strip()!r}", where=where, fix=f"a bound is ttft<700ms, on {known}"
-            )
-        bounds[metric] = float(found["number"]) * (1e3 if found["unit"] == "s" else 1)
-    return LatencyBounds(**bounds)
 
 
 def _beyond(value: float, bound: float, below: bool) -> bool:

@@ -36,7 +36,11 @@ def parse_bounds(text: str) -> LatencyBounds:
         return LatencyBounds()
     slo = parse_slo(text)
     for term in slo.terms:
-        if term.metric not in LatencyBounds.__dataclass_fields__ or not term.is_upper or term.side:
+        if (
+            term.metric not in LatencyBounds.__dataclass_fields__
+            or not term.is_upper
+            or term.side is not None
+        ):
             raise UserError(f"{term} is no upper bound on ttft, tpot or e2e", where=f"--slo {text}", fix=FIX)
         if term.statistic not in ("", DEFAULT_STATISTIC):
             raise UserError(f"{term.statistic} in place of p95", where=f"--slo {text}", fix=FIX)

@@ -8,7 +8,6 @@ numbers. All formulas are optkit's, whatever the table shows.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ import numpy as np
 
 from optkit.bench.metrics import OPTKIT, percentile, summarize
 from optkit.bench.records import RequestRecord
+from optkit.bench.slo import RATES
 from optkit.bench.statistics import (
     Interval,
     exponential,
@@ -26,15 +26,9 @@ from optkit.bench.statistics import (
     rounds_needed,
     samples_needed,
 )
-from optkit.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from optkit.bench.result import BenchResult
-
-LATENCIES = ("ttft", "tpot", "itl_mean", "e2e")  # one sample a request
-RATES = ("output_throughput", "request_throughput")
-NAME = re.compile(r"(?P<metric>[a-z0-9_]+?)_(?P<statistic>mean|p\d{1,2}(?:\.\d+)?)")
-ALIASES = {"itl": "itl_mean", "latency": "e2e"}
 
 
 @dataclass(frozen=True)
@@ -72,28 +66,6 @@ COMPARED = (
     *(Quantity("ttft", 50), Quantity("tpot", 50), Quantity("e2e", 50)),
     *(Quantity("ttft", 95), Quantity("output_throughput")),
 )
-
-
-def quantity(text: str, where: str) -> Quantity:
-    """Parse ``ttft_p50``, ``e2e_mean`` or ``output_throughput``.
-
-    Raises:
-        UserError: an unknown name.
-    """
-    if text in RATES:
-        return Quantity(text)
-    found = NAME.fullmatch(text)
-    metric = ALIASES.get(found["metric"], found["metric"]) if found else ""
-    if found is None or metric not in LATENCIES:
-        known = [
-            *RATES,
-            *(f"{name}_{statistic}" for name in LATENCIES for statistic in ("p50", "p95", "mean")),
-        ]
-        raise UserError(f"unknown quantity: {text}", where=where, fix=nearest(text, known))
-    q = None if found["statistic"] == "mean" else float(found["statistic"][1:])
-    if q == 0:
-        raise UserError("a percentile lies between 0 and 100", where=where, fix=f"{metric}_p50")
-    return Quantity(metric, q)
 
 
 def by_prompt(records: Sequence[RequestRecord], metric: str) -> dict[int, float]:

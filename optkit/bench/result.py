@@ -86,7 +86,7 @@ class BenchResult:
 
     def assertions(self) -> list[assertions.Checked]:
         """The outcome of each claim."""
-        return [assertions.parse(text).check(self) for text in self.claims]
+        return [claim.check(self) for text in self.claims for claim in assertions.parse(text)]
 
     def intervals(self) -> list[comparison.Ratio]:
         """The ratios of the candidate to the other sides, with intervals over rounds."""

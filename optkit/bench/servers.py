@@ -166,7 +166,8 @@ def model_name(url: str, api_key: str | None = None) -> str:
         return str(response.raise_for_status().json()["data"][0]["id"])
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError, TypeError) as error:
         fix = "start the server, or check the URL (without /v1)"
-        raise UserError(f"no OpenAI-compatible server: {error}", where=url, fix=fix) from error
+        reason = str(error).partition("\n")[0]  # httpx adds a line with a link
+        raise UserError(f"no OpenAI-compatible server: {reason}", where=url, fix=fix) from error
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

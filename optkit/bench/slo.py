@@ -5,7 +5,7 @@
     ttft_p95<700ms@4rps          a percentile, a bound with its unit, the load
     ttft:700,tpot:50             vLLM's form: milliseconds, at p95
     95%:ttft<700ms,tpot<50ms     at least 95 % of the requests within all bounds at once
-    ttft_p50 <= 0.5x baseline    relative to another side of a comparison
+    ttft_p50 <= 0.5x baseline    relative to another side of a comparison; 0.5x alone means the only other side
     throughput >= 100@8clients   output tokens a second, with 8 clients without pauses
 
 ``throughput`` is ``output_throughput`` and ``e2el`` is ``e2e``, as in vLLM. A latency without a statistic
@@ -35,7 +35,7 @@ SHARE = re.compile(rf"\s*({NUMBER})\s*%\s*:", re.ASCII)
 LOAD = re.compile(rf"({NUMBER})\s*(rps|req/s|clients?)", re.ASCII)
 TERM = re.compile(
     rf"(?P<name>[A-Za-z0-9_.]+)\s*(?P<op><=|>=|[<>≤≥:])\s*(?P<number>{NUMBER})"
-    r"(?:\s*x\s+(?P<side>[A-Za-z][\w./-]*)|\s*(?P<unit>ms|us|s|tok/s|req/s)(?=[\s,]|$))?",
+    r"(?:\s*(?P<times>x)(?:\s+(?P<side>[A-Za-z][\w./-]*)(?![\w./-]|\s*[<>≤≥:]))?|\s*(?P<unit>ms|us|s|tok/s|req/s)(?=[\s,]|$))?",
     re.ASCII,
 )
 STATISTIC = re.compile(r"p(\d{1,2}(?:\.\d+)?)")
@@ -61,7 +61,8 @@ class Term:
         statistic: ``p95`` and the like, ``mean``, or empty for a rate of the whole run.
         operator: ``<``, ``<=``, ``>`` or ``>=``.
         value: milliseconds for a latency, a number per second for a rate, a factor where ``side`` is given.
-        side: the other side of a comparison, of which ``value`` is a multiple.
+        side: the other side of a comparison, of which ``value`` is a multiple; empty for the only other side, None
+            for a bound by itself.
     """
 
     metric: str
@@ -100,7 +101,9 @@ class Term:
         return within[self.operator]
 
     def __str__(self) -> str:
-        unit = f"x {self.side}" if self.side else "ms" if self.metric in LATENCIES else ""
+        unit = "ms" if self.metric in LATENCIES else ""
+        if self.side is not None:
+            unit = f"x {self.side}".rstrip()
         return f"{self.name}{self.operator}{self.value:g}{unit}"
 
 
@@ -193,7 +196,8 @@ def _metric(name: str, text: str, where: str) -> tuple[str, str]:
 def _term(found: re.Match[str], share: float | None, text: str, where: str) -> Term:
     metric, statistic = _metric(found["name"], text, where)
     operator = OPERATORS[found["op"]]
-    value, unit, side = float(found["number"]), found["unit"], found["side"]
+    value, unit = float(found["number"]), found["unit"]
+    side = (found["side"] or "") if found["times"] else None
     place = _place(where, text)
     if not 0 < value < math.inf:
         raise UserError(f"not a positive number: {found['number']}", where=place, fix=EXAMPLE)
@@ -204,7 +208,7 @@ def _term(found: re.Match[str], share: float | None, text: str, where: str) -> T
             raise UserError(f"{metric} is a rate, '{unit}' is a time", where=place, fix="leave the unit out")
     elif unit not in (None, *MILLISECONDS):
         raise UserError(f"{metric} is a time, '{unit}' is a rate", where=place, fix="use ms or s")
-    if share is not None and (metric in RATES or statistic or side or not operator.startswith("<")):
+    if share is not None and (metric in RATES or statistic or found["times"] or not operator.startswith("<")):
         fix = "write 95%:ttft<700ms,tpot<50ms"
         raise UserError("a share of requests takes plain upper bounds on latencies", where=place, fix=fix)
     if metric in LATENCIES and side is None:

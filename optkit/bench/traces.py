@@ -16,6 +16,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from fractions import Fraction
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -25,6 +26,7 @@ from optkit.errors import UserError
 
 BLOCK = 512  # tokens of a prefix hash
 LONGEST = 1 << 24  # tokens of a prompt or an answer
+MOST_SCALE = 1e6
 AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
@@ -41,6 +43,23 @@ class TraceRow:
         """The request with lengths times ``scale``, at least one token each."""
         input_len, output_len = (max(1, round(n * scale)) for n in (self.input_len, self.output_len))
         return TraceRow(self.at, input_len, output_len, self.hash_ids)
+
+
+def scale_of(text: str) -> float:
+    """A factor of lengths as a number or a fraction, as in 1/32.
+
+    Raises:
+        UserError: no number above 0 and up to ``MOST_SCALE``.
+    """
+    try:
+        found = float(Fraction(text))
+    except (ValueError, ZeroDivisionError, OverflowError):
+        found = 0.0
+    if not 0 < found <= MOST_SCALE:
+        raise UserError(
+            f"no factor of lengths: {text!r:.40}", where="--trace-scale", fix="--trace-scale 1/32"
+        )
+    return found
 
 
 def block_len(scale: float) -> int:

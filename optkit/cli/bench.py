@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,10 +11,12 @@ import typer
 from optkit.api import rates
 from optkit.api.bench import SLO_MISSED
 from optkit.api.bench import bench as measure
+from optkit.bench.traces import scale_of
 from optkit.cli import console
 from optkit.cli.bench_output import print_rates, print_report
 from optkit.errors import UserError
 from optkit.extras import need_extra
+from optkit.machine.paths import check_place
 
 if TYPE_CHECKING:
     from optkit.bench.rates import FoundRate, Sweep
@@ -256,7 +257,9 @@ def bench(
     """
     if sweep and find_rate:
         raise UserError("--sweep and --find-rate are two runs", where="optkit bench", fix="give one of them")
-    scale = _fraction(trace_scale)
+    if save_result:
+        check_place(save_result)
+    scale = scale_of(trace_scale)
     if sweep or find_rate:
         own = {"--max-concurrency": max_concurrency, "--definitions": definitions != "optkit"}
         _refuse(own, "--sweep" if sweep else "--find-rate")
@@ -306,14 +309,6 @@ def bench(
     print_report(report, as_json)
     if report.exit_code:
         raise typer.Exit(report.exit_code)
-
-
-def _fraction(text: str) -> float:
-    """A number, or a fraction as in 1/32."""
-    try:
-        return float(Fraction(text))
-    except (ValueError, ZeroDivisionError) as error:
-        raise UserError(f"no number: {text!r}", where="--trace-scale", fix="--trace-scale 1/32") from error
 
 
 def _load(

@@ -53,12 +53,10 @@ def plan(
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Load: JSON lines with timestamp (ms), input_length, output_length, as Mooncake's traces."
+            help="Load: a trace of arrivals and lengths, Mooncake's JSON lines or Azure's CSV, as for optkit bench."
         ),
     ] = None,
-    trace_scale: Annotated[
-        float, typer.Option(help="Factor of the lengths in the trace.", min=1e-6, max=1e6)
-    ] = 1.0,
+    trace_scale: Annotated[str, typer.Option(help="Factor on the lengths of --trace, as in 1/32.")] = "1",
     slo: Annotated[
         str | None,
         typer.Option(
@@ -87,6 +85,7 @@ def plan(
 
     Example: optkit plan smollm2-135m --recipe ttft-cpu --slo 'ttft_p95<700ms@4rps'
     """
+    from optkit.bench.traces import scale_of
     from optkit.plan.planner import Request
     from optkit.plan.planner import plan as make_plan
     from optkit.recipe.load import load_recipe
@@ -97,7 +96,7 @@ def plan(
         target=target,
         hardware=hardware,
         trace=trace,
-        scale=trace_scale,
+        scale=scale_of(trace_scale),
         slo=slo,
         calibrate=calibrate,
         clients=clients,

@@ -14,7 +14,7 @@ from optkit.extras import need_extra
 
 def report(
     artifact: Annotated[
-        Path | None, typer.Argument(help="Artifact directory; may be left out with --bench or --eval.")
+        Path | None, typer.Argument(help="Artifact directory; may be left out with any of the results below.")
     ] = None,
     bench: Annotated[
         list[Path] | None,
@@ -26,6 +26,15 @@ def report(
     eval_: Annotated[
         list[Path] | None,
         typer.Option("--eval", help="Result of optkit eval --against MODEL --json; may be repeated."),
+    ] = None,
+    plan: Annotated[
+        list[Path] | None, typer.Option(help="Result of optkit plan --json; may be repeated.")
+    ] = None,
+    profile: Annotated[
+        list[Path] | None, typer.Option(help="JSON file of optkit profile -o; may be repeated.")
+    ] = None,
+    tune: Annotated[
+        list[Path] | None, typer.Option(help="trials.json of optkit tune; may be repeated.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="The page to write, as in report.html.")
@@ -43,7 +52,8 @@ def report(
 
     With benchmarks: latency distributions by side, time to first token against prompt length over the roofline floor,
     throughput against latency, and the parts of each time to first token. With an evaluation: divergence by position
-    and greedy continuations. Measurements beside other work are named. docs/reports.md explains each chart.
+    and greedy continuations. Plans, profiles and tunings have sections of their own. Measurements beside other work are
+    named. docs/reports.md explains each chart.
 
     Example: optkit report artifact/ --bench bench.json --eval eval.json -o report.html --markdown report.md
     """
@@ -52,21 +62,24 @@ def report(
         raise UserError(
             "nothing to write", where="optkit report", fix="give -o report.html, or --markdown report.md"
         )
-    if artifact is None and not bench and not eval_:
-        raise UserError(
-            "nothing to report on", where="optkit report", fix="give an artifact, --bench FILE or --eval FILE"
-        )
+    if artifact is None and not any((bench, eval_, plan, profile, tune)):
+        fix = "give an artifact, --bench, --eval, --plan, --profile or --tune"
+        raise UserError("nothing to report on", where="optkit report", fix=fix)
     from optkit.evaluation.saved import read_eval
     from optkit.report.artifact_file import artifact_report
     from optkit.report.bench_file import read_benches
     from optkit.report.document import Sources, report_page
     from optkit.report.markdown import report_markdown
+    from optkit.report.saved_results import SavedPlan, SavedProfile, SavedTuning, read_results
 
     with console.spinner("reading"):
         sources = Sources(
             None if artifact is None else artifact_report(artifact),
             [one for file in bench or () for one in read_benches(file)],
             [read_eval(file) for file in eval_ or ()],
+            read_results(SavedPlan, plan),
+            read_results(SavedProfile, profile),
+            read_results(SavedTuning, tune),
         )
     if out is not None:
         write(out, report_page(sources))

@@ -67,21 +67,25 @@ def tune(
 
     Example: optkit tune smollm2-135m --slo "ttft_p95<700ms@4rps" --budget 30m -o tuned/
     """
-    with console.spinner("preparing") as progress:
-        report = search(
-            model,
-            slo,
-            out,
-            budget=budget,
-            recipes=recipes or (),
-            input_len=input_len,
-            output_len=output_len,
-            seed=seed,
-            force=force,
-            progress=lambda event: (
-                console.warn(event.text) if event.kind == "warning" else progress(event.text)
-            ),
-        )
+    try:
+        with console.spinner("preparing") as progress:
+            report = search(
+                model,
+                slo,
+                out,
+                budget=budget,
+                recipes=recipes or (),
+                input_len=input_len,
+                output_len=output_len,
+                seed=seed,
+                force=force,
+                progress=lambda event: (
+                    console.warn(event.text) if event.kind == "warning" else progress(event.text)
+                ),
+            )
+    except KeyboardInterrupt:
+        console.stderr.print(f"finished trials are in {out}: the same command resumes")
+        raise
     if as_json:
         console.print_json(asdict(report))
     else:

@@ -59,3 +59,18 @@ def replace_text(file: Path, text: str) -> None:
     temporary = file.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(text, "utf-8")
     temporary.replace(file)
+
+
+def check_place(file: Path) -> None:
+    """Refuse a file that can't be written, before the work of which it holds the result.
+
+    Raises:
+        UserError: a directory, or a place without permission.
+    """
+    place = next((path for path in (file, *file.absolute().parents) if path.exists()), file)
+    if file.is_dir():
+        raise UserError("a directory, not a file", where=str(file), fix="give the name of a file")
+    if place != file and not place.is_dir():
+        raise UserError(f"{place} is no directory", where=str(file), fix="give another file")
+    if not os.access(place, os.W_OK):
+        raise UserError("no permission to write", where=str(file), fix="give another file")

@@ -26,7 +26,7 @@ from optkit.recipe.schema import Recipe
 
 SECONDS = 30.0  # of a calibration, at most
 PROMPTS = (512, 128, 2048)  # tokens, the most important first
-CLIENTS = (1, 8)  # sequences of a decode step
+CLIENTS = (1, 8)  # sequences of a decode step, as far as the recipe has places
 DECODE_CONTEXT = 513
 START_SECONDS = 1.0  # of a measurement: building and lowering two short models
 
@@ -114,7 +114,7 @@ def anchor_points(graph: Graph, recipe: Recipe) -> list[Point]:
     """The anchors in the order of their importance, within the context length of the model."""
     longest = min(graph.meta.max_model_len, recipe.runtime.max_model_len or graph.meta.max_model_len)
     context = min(DECODE_CONTEXT, longest)
-    clients = [count for count in CLIENTS if count <= recipe.runtime.max_num_seqs]
+    clients = dict.fromkeys(min(count, recipe.runtime.max_num_seqs) for count in CLIENTS)
     prompts = list(dict.fromkeys(min(tokens, longest) for tokens in PROMPTS))
     decodes = [Point(count, count, context) for count in clients]
     prefills = [Point(tokens, 1, tokens) for tokens in prompts]

@@ -116,7 +116,7 @@ def memory_plan(graph: Graph, recipe: Recipe, target: Target, contexts: Sequence
     most = config_of(model, options, plan.most_kv, target) or config
     found = {context: requests(config, context) for context in contexts}
     without_limit = {context: fitting(most, context) for context in contexts}
-    limit = {context: reason(config, context) for context in contexts}
+    limit = {context: reason(config, context, model.max_model_len) for context in contexts}
     return replace(plan, config=config, requests=found, most_requests=without_limit, limit=limit)
 
 
@@ -143,10 +143,12 @@ def requests(config: SchedulerConfig, context: int) -> int:
     return min(config.max_num_seqs, fitting(config, context))
 
 
-def reason(config: SchedulerConfig, context: int) -> str:
-    """The limit that decides on ``requests``."""
+def reason(config: SchedulerConfig, context: int, longest: int) -> str:
+    """The limit that decides on ``requests``, of a model with a context of ``longest`` tokens."""
+    if context > longest:
+        return f"longer than the model's context of {longest} tokens"
     if context > config.max_model_len:
-        return f"longer than max_model_len ({config.max_model_len})"
+        return f"longer than the KV cache of {config.max_model_len} tokens"
     return "max_num_seqs" if config.max_num_seqs <= fitting(config, context) else "KV cache"
 
 

@@ -6,9 +6,10 @@ that graph. A configuration alone is enough.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,14 @@ from optkit.plan.steps import StepModel, StepTime
 from optkit.plan.table import Machine, machine
 from optkit.plan.virtual import Arrival, clients
 from optkit.recipe.schema import Recipe
+from optkit.runtime.scheduling.config import SchedulerConfig
 
 PROMPTS = (128, 512, 1024, 2048)  # tokens
 CONTEXTS = (512, 2048, 8192, 32768)  # tokens
 CLIENTS = 8
+GRID = 8  # lengths an octave at which a prefill is predicted for a load
 FASTER = 0.95  # of the roofline: layers below show ceilings that are too low
-STATISTICS = {"p50": 0, "p95": 1, "p99": 2}  # of a predicted TTFT; TPOT and E2E are means
+STATISTICS = {"p50": 0, "p95": 1, "p99": 2}  # of a predicted TTFT; TPOT is a mean
 
 Progress = Callable[[str], None]
 
@@ -132,8 +135,7 @@ def plan(request: Request, progress: Progress = lambda text: None) -> ServingPla
     from optkit.pipeline.dry_graph import capture_planned
 
     recipe = request.recipe
-    slo = parse_slo(request.slo) if request.slo else None
-    check_objective(slo, request.trace)
+    slo = objective(request.slo, request.trace) if request.slo else None
     chosen = machine(request.target, recipe.target, request.hardware)
     arrivals = load_of(request, slo)
     passes = resolve_passes(recipe)
@@ -169,27 +171,30 @@ def plan(request: Request, progress: Progress = lambda text: None) -> ServingPla
     )
 
 
-def check_objective(slo: Slo | None, file: Path | None) -> None:
-    """Refuse an objective without a load, and terms without a prediction.
+def objective(text: str, file: Path | None) -> Slo:
+    """The objective in ``text``; of a share of the requests each bound gets the percentile of the share.
 
     Raises:
-        UserError: with the term.
+        UserError: an objective without a load, or a term without a prediction.
     """
-    if slo is None:
-        return
+    slo = parse_slo(text)
     if file is None and (slo.load is None or slo.load.rate is None):
         raise UserError(
             "an objective needs a load", where=f"--slo {slo}", fix="add --trace FILE, or @4rps at its end"
         )
+    if slo.share is not None:
+        share = f"p{100 * slo.share:g}"
+        slo = replace(slo, terms=tuple(replace(term, statistic=share) for term in slo.terms))
     for term in slo.terms:
-        if term.metric not in ("ttft", "tpot", "e2e") or not term.is_upper or term.side:
+        if term.metric not in ("ttft", "tpot", "e2e") or not term.is_upper or term.side is not None:
             raise UserError(
                 f"{term} can't be planned", where="--slo", fix="plan takes upper bounds on ttft, tpot and e2e"
             )
-        if term.metric == "ttft" and term.statistic not in ("", *STATISTICS):
+        if term.metric != "tpot" and term.statistic not in STATISTICS:
             raise UserError(
-                f"{term} can't be planned", where="--slo", fix="plan takes p50, p95 or p99 of ttft"
+                f"{term} can't be planned", where="--slo", fix="plan takes p50, p95 or p99 of ttft and e2e"
             )
+    return slo
 
 
 def load_of(request: Request, slo: Slo | None) -> list[Arrival]:
@@ -279,7 +284,7 @@ def replicas_of(
     if not arrivals:
         return None
     config = memory.config
-    objective = str(slo) if slo else "no saturation"
+    name = str(slo) if slo else "no saturation"
     if config is None:
         raise UserError("the model does not fit the machine, so no number of replicas serves the load")
     for one in arrivals:
@@ -289,20 +294,47 @@ def replicas_of(
                 where=f"{one.prompt} tokens in, {one.output} out",
                 fix="scale the lengths with --trace-scale, or raise kv_cache_bytes and max_model_len",
             )
-    budget = recipe.runtime.max_num_batched_tokens
-    demand = replicas.Demand(
-        prefill=lambda tokens: steps.prefill(tokens, budget).seconds,
-        decode=lambda batch, context: steps.decode(batch, context).seconds,
-        most_running=lambda context: min(
-            config.max_num_seqs, config.num_blocks // max(1, config.blocks_needed(context, 1))
-        ),
-    )
+    demand = demand_of(steps, recipe.runtime.max_num_batched_tokens, config)
     output = sum(one.output for one in arrivals) / len(arrivals)
     holds = partial(meets, slo=slo, output=output)
     found, last = replicas.fewest(arrivals, demand, holds)
     single = replicas.load(arrivals, 1, demand)
     cause = "" if found else missed(last, slo, output)
-    return Replicas(objective, trace.mean_rate(arrivals), len(arrivals), found, single, cause)
+    return Replicas(name, trace.mean_rate(arrivals), len(arrivals), found, single, cause)
+
+
+def demand_of(steps: Calibrated, budget: int, config: SchedulerConfig) -> replicas.Demand:
+    """The work of requests by the predictions of steps of up to ``budget`` tokens."""
+    chunk = Point(budget, 1, budget)
+
+    def beside(batch: int, context: int) -> float:
+        both = steps.step((chunk, Point(batch, batch, context))).seconds
+        return max(0.0, both - steps.step((chunk,)).seconds)
+
+    return replicas.Demand(
+        prefill=on_grid(lambda tokens: steps.prefill(tokens, budget).seconds),
+        decode=cache(lambda batch, context: steps.decode(batch, context).seconds),
+        most_running=lambda context: min(
+            config.max_num_seqs, config.num_blocks // max(1, config.blocks_needed(context, 1))
+        ),
+        chunks=lambda tokens: -(-tokens // budget),
+        beside=cache(beside),
+    )
+
+
+def on_grid(seconds: Callable[[int], float]) -> Callable[[int], float]:
+    """``seconds`` at ``GRID`` lengths an octave, and lines between: a trace has thousands of lengths."""
+    known = cache(seconds)
+
+    def at(tokens: int) -> float:
+        place = math.floor(GRID * math.log2(tokens))
+        low, high = (round(2 ** (number / GRID)) for number in (place, place + 1))
+        if low >= tokens or high <= tokens:
+            return known(tokens)
+        share = (tokens - low) / (high - low)
+        return (1 - share) * known(low) + share * known(high)
+
+    return cache(at)
 
 
 def meets(load: replicas.Load, slo: Slo | None, output: float) -> bool:
@@ -328,6 +360,7 @@ def missed(load: replicas.Load, slo: Slo | None, output: float) -> str:
 
 def value_of(term: Any, load: replicas.Load, output: float) -> float:
     """The predicted value of a bound's metric in milliseconds; of ``e2e`` the TTFT and the tokens after it."""
-    ttft = load.ttft[STATISTICS.get(term.statistic or "p95", 1)]
-    seconds = {"ttft": ttft, "tpot": load.tpot, "e2e": ttft + (output - 1) * load.tpot}[term.metric]
-    return seconds * 1e3
+    if term.metric == "tpot":
+        return load.tpot * 1e3
+    ttft = load.ttft[STATISTICS[term.statistic]]
+    return 1e3 * (ttft if term.metric == "ttft" else ttft + (output - 1) * load.tpot)

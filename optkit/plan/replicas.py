@@ -1,15 +1,17 @@
-"""The number of replicas for a load: a queue in front of each, and decoding as a tax on prefill.
+"""The number of replicas for a load: a queue of prompts in front of each, beside a batch of decodes.
 
 The assumptions are printed with each result:
 
 - Requests go to the replicas in turn. Each replica has a queue, first come first served.
-- A prompt takes the predicted seconds of the prefill, longer by the share of time for decodes. So the start of each
-  prefill follows from the prefill before (Lindley's recursion on the arrivals of the load, bursts included):
-  ``start = max(arrival, end of the prefill before)``.
-- Decodes run at the mean batch b of Little's law: the rate of answers times the duration of an answer. A token takes
-  the predicted step of b sequences, longer by the share of time for prefill.
-- A replica is saturated where both shares together reach 1, or b passes the places (``max_num_seqs``) or the KV
-  cache. Above 90 % of use no times are given: no queue model is good there.
+- A step with a part of a prompt has the decodes of the step in it. So a prompt takes the predicted seconds of its
+  prefill, and for each chunk the seconds that the decodes add to the step. The start of each prefill follows from the
+  prefill before (Lindley's recursion on the arrivals of the load, bursts included): ``start = max(arrival, end of the
+  prefill before)``, and the step that runs at the arrival has half its time to go.
+- Decodes run at the batch b of Little's law: tokens a second times the seconds of a token. A token takes the predicted
+  step of b sequences, longer by the share of time for prefill.
+- The time in use is that of the prefills and of the decodes at the largest batch, where a token costs least: a replica
+  with some decodes never rests, and takes more requests all the same. Above 90 % of use no times are given: no queue
+  model is good there.
 
 Prefix caches are not counted, nor the spread of a router better than turns.
 """
@@ -18,29 +20,43 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from optkit.plan.trace import mean_rate
 from optkit.plan.virtual import Arrival
+from optkit.untrusted_json import without_nan
 
 MOST_REPLICAS = 1 << 14
 TRUSTED = 0.9  # of a replica's time: queues beyond are not predicted
 ASSUMPTIONS = (
     "requests go to replicas in turn, each with one queue, first come first served",
-    "no prefix cache; decodes slow prefills by their share of the time, and the other way round",
+    "no prefix cache; decodes run in the steps of prompts, too, and wait for them",
+    "TPOT is a mean, also where the objective bounds a percentile of it",
     f"more than {TRUSTED:.0%} of a replica's time in use counts as saturated",
 )
 
 
 @dataclass(frozen=True)
 class Demand:
-    """Predicted seconds of requests: a prefill by prompt tokens, a decode step by sequences and context."""
+    """Predicted seconds of the work of requests.
+
+    Attributes:
+        prefill: of a prompt alone, by tokens.
+        chunks: number of steps of a prompt, by tokens.
+        decode: of a step, by sequences and context.
+        beside: added to a step with a part of a prompt by decodes, by sequences and context.
+        most_running: requests at once, by context length.
+    """
 
     prefill: Callable[[int], float]
     decode: Callable[[int, int], float]
-    most_running: Callable[[int], int]  # requests at once, by context length
+    most_running: Callable[[int], int]
+    chunks: Callable[[int], int] = lambda tokens: 1
+    beside: Callable[[int, int], float] = lambda batch, context: 0.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +64,7 @@ class Load:
     """The state of each of ``replicas``.
 
     Attributes:
-        utilization: share of the time in use.
+        utilization: share of the time in use, with decodes at the largest batch.
         batch: mean number of decoding requests.
         ttft: seconds at p50, p95 and p99; infinite where saturated.
         tpot: mean seconds for each output token.
@@ -63,42 +79,97 @@ class Load:
     saturated: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """The load as JSON data; times without an end are None."""
+        found: dict[str, Any] = without_nan(asdict(self))
+        return found
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The requests of a replica by their means.
+
+    Attributes:
+        rate: requests a second.
+        tokens: output tokens a second after the first of each answer.
+        prefill: seconds of a prompt alone.
+        chunks: steps of a prompt.
+        context: tokens of a decoding request.
+        places: requests at once.
+    """
+
+    rate: float
+    tokens: float
+    prefill: float
+    chunks: float
+    context: int
+    places: int
+
+    def busy(self, demand: Demand, batch: int) -> float:
+        """The share of time in steps with a part of a prompt, beside ``batch`` decodes."""
+        beside = demand.beside(batch, self.context) if batch else 0.0
+        return self.rate * (self.prefill + self.chunks * beside)
+
+
+def stream(arrivals: Sequence[Arrival], replicas: int, demand: Demand) -> Stream:
+    """The requests of each of ``replicas``."""
+    rate, count = mean_rate(arrivals) / replicas, len(arrivals)
+    lengths = Counter(one.prompt for one in arrivals)
+    context = round(statistics.fmean(one.prompt + one.output / 2 for one in arrivals))
+    return Stream(
+        rate,
+        rate * statistics.fmean(one.output - 1 for one in arrivals),
+        sum(times * demand.prefill(tokens) for tokens, times in lengths.items()) / count,
+        sum(times * demand.chunks(tokens) for tokens, times in lengths.items()) / count,
+        context,
+        demand.most_running(context),
+    )
 
 
 def load(arrivals: Sequence[Arrival], replicas: int, demand: Demand) -> Load:
     """The predicted state of each of ``replicas`` under ``arrivals``."""
-    rate = mean_rate(arrivals) / replicas
-    prompts = {one.prompt: demand.prefill(one.prompt) for one in arrivals}
-    prefill_share = rate * statistics.fmean(prompts[one.prompt] for one in arrivals)
-    output = statistics.fmean(one.output for one in arrivals)
-    context = round(statistics.fmean(one.prompt + one.output / 2 for one in arrivals))
-    places = demand.most_running(context)
-    batch, tpot = equilibrium(rate * output, prefill_share, demand, context, places)
-    if math.isinf(tpot):
-        reason = (
-            "prefill takes all the time" if prefill_share >= 1 else f"more than {places} requests at once"
-        )
-        return Load(replicas, max(1.0, prefill_share), batch, (math.inf,) * 3, math.inf, reason)
-    decode_share = rate * output * demand.decode(max(1, round(batch)), context) / max(1.0, batch)
-    used = prefill_share + decode_share
+    found = stream(arrivals, replicas, demand)
+    alone = found.busy(demand, 0)
+    if not found.places:
+        return saturated(replicas, max(1.0, alone), "no room for a request of mean length")
+    used = alone + found.tokens * demand.decode(found.places, found.context) / found.places
+    if alone >= 1:
+        return saturated(replicas, used, "prefill takes all the time")
     if used > TRUSTED:
-        return Load(replicas, used, batch, (math.inf,) * 3, tpot, f"{used:.0%} of the time in use")
-    times = queued(arrivals, replicas, {n: s / (1 - decode_share) for n, s in prompts.items()})
+        return saturated(replicas, used, f"{used:.0%} of the time in use")
+    batch, tpot = equilibrium(found, demand)
+    if math.isinf(tpot):
+        return saturated(replicas, used, f"more than {found.places} requests at once")
+    running = math.ceil(batch)
+    beside = demand.beside(running, found.context) if running else 0.0
+    seconds = {n: demand.prefill(n) + demand.chunks(n) * beside for n in {one.prompt for one in arrivals}}
+    rest = min(1.0, batch) * demand.decode(max(1, running), found.context) / 2
+    times = [rest + time for time in queued(arrivals, replicas, seconds)]
     return Load(replicas, used, batch, percentiles(times), tpot)
 
 
-def equilibrium(
-    tokens_per_second: float, prefill_share: float, demand: Demand, context: int, places: int
-) -> tuple[float, float]:
+def saturated(replicas: int, used: float, reason: str) -> Load:
+    """A load without an end."""
+    return Load(replicas, used, math.inf, (math.inf,) * 3, math.inf, reason)
+
+
+def equilibrium(found: Stream, demand: Demand) -> tuple[float, float]:
     """The mean number of decoding requests and the seconds a token, where decodes keep up; else infinite seconds."""
-    if prefill_share >= 1:
-        return float(places), math.inf
-    for batch in doubling(places):
-        step = demand.decode(batch, context) / (1 - prefill_share)
-        if tokens_per_second * step <= batch:  # Little's law: the batch that the rate keeps busy
-            return tokens_per_second * step, step
-    return float(places), math.inf
+    if not found.tokens:
+        return 0.0, demand.decode(1, found.context)
+
+    def token(batch: int) -> float:
+        """Seconds of a token at ``batch``."""
+        busy = found.busy(demand, batch)
+        return demand.decode(batch, found.context) / (1 - busy) if busy < 1 else math.inf
+
+    def keeps_up(batch: int) -> bool:
+        return found.tokens * token(batch) <= batch  # Little's law: no more than the batch are running
+
+    enough = next((batch for batch in doubling(found.places) if keeps_up(batch)), None)
+    if enough is None:
+        return float(found.places), math.inf
+    least = bisect_left(range(enough // 2 + 1, enough + 1), True, key=keeps_up) + enough // 2 + 1
+    return found.tokens * token(least), token(least)
 
 
 def doubling(most: int) -> list[int]:

@@ -24,11 +24,12 @@ def read_trace(path: Path, scale: float = 1.0) -> list[Arrival]:
         scale: factor of all lengths.
 
     Raises:
-        UserError: the file can't be read, or a line is no request; names the line.
+        UserError: the file can't be read, a line is no request (named), or all requests arrive at once.
     """
     rows = [row.scaled(scale) for row in traces.read_trace(str(path))]
-    if len(rows) < 2:
-        raise UserError("a trace needs two requests at least", where=str(path), fix="add requests")
+    if len(rows) < 2 or rows[0].at == rows[-1].at:
+        what = "a plan needs a rate of arrivals, so two requests at different times at least"
+        raise UserError(what, where=str(path), fix="add requests, or later timestamps")
     return [Arrival(row.at - rows[0].at, row.input_len, row.output_len) for row in rows]
 
 
@@ -44,6 +45,5 @@ def poisson(workload: Workload, rate: float, seed: int = 0) -> list[Arrival]:
 
 
 def mean_rate(arrivals: Sequence[Arrival]) -> float:
-    """Requests/s over the whole load; infinite where all arrive at once."""
-    span = arrivals[-1].seconds - arrivals[0].seconds
-    return (len(arrivals) - 1) / span if span else float("inf")
+    """Requests/s over the whole load, which takes some time."""
+    return (len(arrivals) - 1) / (arrivals[-1].seconds - arrivals[0].seconds)

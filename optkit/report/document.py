@@ -26,6 +26,8 @@ from optkit.pipeline.report_quality import greedy_missing, quality_section
 from optkit.report.bench_file import Bench
 from optkit.report.bench_sections import bench_cards, bench_sections, problems, prompt_series
 from optkit.report.environment_section import environment_section
+from optkit.report.result_sections import result_sections
+from optkit.report.saved_results import SavedPlan, SavedProfile, SavedTuning
 
 OPTIMIZE_COMMAND = "optkit optimize MODEL -o artifact/, then optkit report artifact/"
 
@@ -41,6 +43,9 @@ class Sources:
     report: Mapping[str, Any] | None = None
     benches: Sequence[Bench] = ()
     evaluations: Sequence[Evaluation] = ()
+    plans: Sequence[SavedPlan] = ()
+    profiles: Sequence[SavedProfile] = ()
+    tunings: Sequence[SavedTuning] = ()
 
     @property
     def title(self) -> str:
@@ -49,6 +54,9 @@ class Sources:
         names = [
             *(bench.sweep or bench.name for bench in self.benches),
             *(one.title for one in self.evaluations),
+            *(one.objective for one in self.tunings),
+            *(f"{one.recipe} on {one.model}" for one in self.plans),
+            *(one.artifact for one in self.profiles),
         ]
         return ", ".join(dict.fromkeys(names))
 
@@ -93,7 +101,9 @@ def sections(sources: Sources) -> list[Section]:
     prompts = prompts_section(floor, [*step_series(whole), *prompt_series(benches)])
     quality = [quality_section(sources.qualities), greedy_missing(sources.qualities)]
     environment = environment_section(report, benches, sources.evaluations)
-    return [*before, latency, prompts, throughput, parts, *after, *quality, environment]
+    tune, plan, profile = result_sections(sources.plans, sources.profiles, sources.tunings)
+    measured = [latency, prompts, throughput, parts, profile]
+    return [tune, *before, *measured, plan, *after, *quality, environment]
 
 
 def artifact_parts(report: Mapping[str, Any] | None) -> tuple[list[Section], list[Section]]:

@@ -14,6 +14,14 @@ from optkit.pipeline.report_page import records_in
 from optkit.pipeline.report_quality import quality_table
 from optkit.report.bench_sections import loads_table, problems, workload_text
 from optkit.report.document import Sources
+from optkit.report.result_sections import (
+    OP_HEADER,
+    STEP_HEADER,
+    plan_lines,
+    plan_rows,
+    profile_rows,
+    tuning_line,
+)
 from optkit.report.rich_cells import cells
 
 TAG = re.compile(r"<[^>]*>")
@@ -28,11 +36,15 @@ ENTITIES = (
     ("www.", "www&#46;"),
 )
 MOST_PROBLEMS = 5
+MOST_OPS = 5  # rows of a phase of a profile
 
 
 def report_markdown(sources: Sources) -> str:
     """The report in GitHub's Markdown; texts from files are escaped."""
     blocks = [f"### {escaped(sources.title)}", *verdict(sources), *artifact_blocks(sources)]
+    for tuning in sources.tunings:
+        blocks.append(f"**{escaped(tuning.objective)}**: {escaped(tuning_line(tuning))}")
+        blocks.append("\n".join(f"- {escaped(line)}" for line in (*tuning.reasons, *tuning.advice)))
     for bench in (bench for bench in sources.benches if not bench.sweep):
         header, rows = cells(table(bench.result))
         title = f"**{escaped(bench.name)}**: {escaped(workload_text(bench.result))}"
@@ -40,6 +52,16 @@ def report_markdown(sources: Sources) -> str:
     for name in dict.fromkeys(bench.sweep for bench in sources.benches if bench.sweep):
         loads = [bench for bench in sources.benches if bench.sweep == name]
         blocks += [f"**{escaped(name)}**", markdown_table(*loads_table(loads))]
+    for profile in sources.profiles:
+        for phase in profile.phases.values():
+            blocks.append(f"**{escaped(profile.artifact)}, {escaped(phase.label)}**")
+            blocks.append(markdown_table(OP_HEADER, profile_rows(phase, MOST_OPS)))
+    for plan in sources.plans:
+        blocks.append(
+            f"**{escaped(plan.recipe)} on {escaped(plan.model)}, {escaped(plan.machine.title)}**, predicted"
+        )
+        blocks.append(markdown_table(STEP_HEADER, plan_rows(plan)))
+        blocks.append("\n".join(f"- {escaped(line)}" for line in plan_lines(plan)))
     for evaluation in sources.qualities:
         header = ["quality", *(name or "value" for name in evaluation.variants)]
         blocks += [f"**{escaped(evaluation.title)}**", markdown_table(header, quality_table(evaluation))]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -27,11 +27,20 @@ from optkit.bench.records import Chunk, RequestRecord
 from optkit.bench.workload import BenchRequest
 from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.scheduling.scheduler import Scheduler
-from optkit.runtime.types import EngineRefusal, EngineRequest, FirstToken, SamplingParams, ScheduledRequest
+from optkit.runtime.types import (
+    EngineRefusal,
+    EngineRequest,
+    FirstToken,
+    SamplingParams,
+    ScheduledRequest,
+    TokenOutput,
+)
 from optkit.simulation.step_costs import taught_cost_model
 
 MOST_LOAD = 0.9  # of the capacity
 TOKEN = 5  # any; simulated answers end by their length
+
+Watch = Callable[[Scheduler, float, Sequence[TokenOutput]], None]
 
 
 class Costs(Protocol):
@@ -108,14 +117,16 @@ def simulate(
     *,
     clients: int | None = None,
     overheads: Overheads | None = None,
+    watch: Watch | None = None,
 ) -> Simulation:
     """Serve ``requests`` in virtual time.
 
     Args:
         clients: most requests in flight; None is no limit.
         overheads: of a server; None simulates the engine alone.
+        watch: called after each step with the scheduler, the virtual time in seconds and the outputs of the step.
     """
-    return _Run(config, costs, requests, clients, overheads or Overheads()).result()
+    return _Run(config, costs, requests, clients, overheads or Overheads(), watch).result()
 
 
 def simulate_rate(
@@ -158,9 +169,10 @@ class _Run:
         requests: Sequence[BenchRequest],
         clients: int | None,
         overheads: Overheads,
+        watch: Watch | None,
     ) -> None:
         self.now = 0.0
-        self.costs, self.overheads = costs, overheads
+        self.costs, self.overheads, self.watch = costs, overheads, watch
         self.requests = {str(request.index): request for request in requests}
         self.scheduler = Scheduler(config, self._clock, taught_cost_model(costs.alone))
         self.due = deque(sorted(requests, key=lambda request: request.arrival))
@@ -237,6 +249,8 @@ class _Run:
                 self.found.parts[record.index] = output.first
             if output.finish_reason is not None:
                 self._end(record, output.error)
+        if self.watch is not None:
+            self.watch(self.scheduler, self.now, outputs)
 
     def _end(self, record: RequestRecord, error: str | None) -> None:
         request = self.requests[str(record.index)]

@@ -52,13 +52,19 @@ class Journal:
     Args:
         file: of the journal; made where missing.
         task: the facts behind the course of the search.
+        fresh: forgets the trials of the file.
 
     Raises:
         UserError: the journal is of another task, damaged, or held by another process.
     """
 
     def __init__(
-        self, file: Path, task: Mapping[str, Any], clock: Callable[[], float] = time.monotonic
+        self,
+        file: Path,
+        task: Mapping[str, Any],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        fresh: bool = False,
     ) -> None:
         self.file, self.clock = file, clock
         self.trials: dict[str, Trial] = {}
@@ -70,6 +76,8 @@ class Journal:
         if self._lock is None:
             raise UserError("another optkit tune is writing it", where=str(file), fix="wait for its end")
         try:
+            if fresh:
+                os.truncate(file, 0)
             self._read(dict(task))
         except BaseException:
             self.close()

@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from optkit.bench import client, servers, workload
 from optkit.bench.environment import environment
@@ -28,6 +29,9 @@ from optkit.recipe.schema import Accept, Recipe
 from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.tune.calibration import Calibration, at_server_speed, measured_in_a_process, overheads
 from optkit.tune.settings import Setting
+
+if TYPE_CHECKING:
+    from optkit.checkpoint.locate import ModelSource
 
 SETTLE = 0.5  # seconds between runs: the threads of the last server go to sleep
 CALIBRATION_SECONDS = 60.0  # of a process that measures for 15 s: loading comes on top
@@ -113,8 +117,32 @@ class Machine:
         self._ids: list[int] = []
         self._facts: dict[str, Any] = {}
 
+    @cached_property
+    def source(self) -> ModelSource:
+        """The model, hashed once."""
+        from optkit.checkpoint.locate import resolve
+
+        return resolve(self.model, self.progress)
+
     def recipe(self, name: str) -> Recipe:
         return self.recipes[name]
+
+    def check_lengths(self) -> None:
+        """Refuse requests that are longer than the context, before anything is built.
+
+        Raises:
+            UserError: with the limit.
+        """
+        from optkit.pipeline.dry_graph import capture_planned
+
+        context = capture_planned(self.source.directory).meta.max_model_len
+        wanted = self.shape.input_len + self.shape.output_len
+        for name, recipe in self.recipes.items():
+            limit = min(context, recipe.runtime.max_model_len or context)
+            if wanted > limit:
+                what = f"requests of {self.shape.input_len} tokens in and {self.shape.output_len} out are too long"
+                fix = f"the context is {limit} tokens: give a smaller --input-len or --output-len"
+                raise UserError(what, where=f"{self.source.name} by recipe {name}", fix=fix)
 
     def artifact(self, name: str) -> Path:
         return self.directory / "artifacts" / name
@@ -137,14 +165,13 @@ class Machine:
     def _is_built(self, name: str) -> bool:
         """True where a whole artifact of the model and the recipe is there."""
         from optkit.artifact.open import Artifact
-        from optkit.checkpoint.locate import resolve
 
         try:
             found = Artifact.open(self.artifact(name))
         except UserError:
             return False
         source = found.manifest["source"]["digest"]
-        return found.recipe == self.recipes[name] and source == resolve(self.model).digest
+        return found.recipe == self.recipes[name] and source == self.source.digest
 
     def calibrate(self, name: str) -> dict[str, Any]:
         start = time.monotonic()
@@ -189,10 +216,9 @@ class Machine:
     def ids(self) -> list[int]:
         """Tokens to cut prompts from."""
         if not self._ids:
-            from optkit.checkpoint.locate import resolve
             from optkit.text.load import load_tokenizer
 
-            self._ids = workload.text_ids(load_tokenizer(str(resolve(self.model).directory)))
+            self._ids = workload.text_ids(load_tokenizer(str(self.source.directory)))
         return self._ids
 
     def requests(self, count: int, seed: int) -> RequestSchedule:
@@ -205,6 +231,9 @@ class Machine:
         failed: dict[Setting, str] = {}
         with ExitStack() as stack:
             for setting in settings:
+                if reason := self.without_room(setting, beside=len(urls)):
+                    failed[setting] = reason
+                    continue
                 self.progress(f"starting {setting.key}")
                 port = servers.free_port()
                 command = servers.optkit_command(self.artifact(setting.recipe), port) + setting.flags()
@@ -222,6 +251,27 @@ class Machine:
                 config = WorkloadConfig(WARM_UPS, 64, 4, 1, None, 800_000)
                 run(setting, workload.build(config, self.ids()), CALIBRATION_SECONDS)
             yield run, failed
+
+    def without_room(self, setting: Setting, beside: int) -> str:
+        """The reason why the memory has no room for a server of ``setting`` beside others; empty where it has.
+
+        The only server is started in any case: an estimate is no reason to measure nothing.
+        """
+        from optkit.artifact.open import Artifact
+        from optkit.machine.memory import available_bytes
+        from optkit.serve.models.memory import estimated_bytes
+
+        if not beside:
+            return ""
+        options = engine_options(self.recipes[setting.recipe], dict(setting.options))
+        artifact = Artifact.open(self.artifact(setting.recipe), verify=False)
+        need, free = estimated_bytes(artifact, options), available_bytes()
+        if need <= free:
+            return ""
+        return (
+            f"no memory for a server beside {beside} others: it needs about {need / 1e9:.2g} GB, "
+            f"{free / 1e9:.2g} GB are available"
+        )
 
     def conditions(self) -> dict[str, Any]:
         """Facts about the machine for the log."""

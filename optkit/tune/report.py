@@ -26,6 +26,7 @@ from optkit.tune.journal import Journal
 from optkit.tune.lab import Shape
 from optkit.tune.outcome import Outcome
 from optkit.tune.settings import POLICY, Setting, overrides
+from optkit.untrusted_json import without_nan
 
 RECIPE, TRIALS, REPORT, ARTIFACT = "recipe.yaml", "trials.json", "report.md", "artifact"
 MOST_ROWS = 20  # of simulated settings in the Markdown
@@ -160,7 +161,7 @@ def write_files(
         "conditions": dict(conditions),
         "trials": trials,
     }
-    replace_text(directory / TRIALS, json.dumps(log, indent=1) + "\n")
+    replace_text(directory / TRIALS, json.dumps(without_nan(log), indent=1) + "\n")
     replace_text(directory / REPORT, markdown(outcome, journal, slo, shape))
     written = [directory / REPORT, directory / TRIALS]
     if outcome.setting is None or not outcome.orders:

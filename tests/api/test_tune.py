@@ -74,12 +74,12 @@ def lab(monkeypatch: pytest.MonkeyPatch) -> list[FakeLab]:
     ) -> FakeLab:
         found = FakeLab({name: SLOW if name == "baseline" else FAST for name in recipes}, shape)
         found.recipes = {name: found.recipe(name) for name in recipes}
-        found.conditions = lambda: {"cpu": "x"}
+        found.conditions, found.source = lambda: {"cpu": "x"}, Source()
+        found.check_lengths = lambda: None
         made.append(found)
         return found
 
     monkeypatch.setattr("optkit.tune.lab.Machine", machine)
-    monkeypatch.setattr("optkit.checkpoint.locate.resolve", lambda model: Source())
     monkeypatch.setattr("optkit.tune.search.SIMULATED_REQUESTS", 16)
     monkeypatch.setattr("optkit.tune.search.SIMULATION_SHARE", 0.0003)
     return made

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from optkit.bench.assertions import Checked, parse, parse_all
+from optkit.bench.assertions import Checked, Claim, parse, parse_all
 from optkit.errors import UserError
 from tests.support.rounds import broken, record, result_of
+
+
+def one(text: str) -> Claim:
+    """The only claim of a text."""
+    (claim,) = parse(text)
+    return claim
 
 
 def checked(text: str, requests: int, late: int = 0, failed: int = 0, rounds: int = 1) -> Checked:
@@ -14,7 +20,7 @@ def checked(text: str, requests: int, late: int = 0, failed: int = 0, rounds: in
     made = result_of(rounds, requests, lambda side, r, i: 0.9 if i < late else 0.5, sides=("a",))
     for turn in made.turns:
         turn.records[requests - failed :] = [broken(i) for i in range(requests - failed, requests)]
-    return parse(text).check(made)
+    return one(text).check(made)
 
 
 @pytest.mark.parametrize("text", ["ttft_p95<700ms", "ttft_p95 <= 0.7 s", "95%:ttft<700ms,tpot<150ms"])
@@ -74,14 +80,14 @@ def test_a_ratio_is_held_by_its_whole_interval(factors: tuple[float, ...], outco
     made = result_of(
         len(factors), 3, lambda side, r, i: factors[r] * (i + 1) if side == "a" else 1.0 * (i + 1)
     )
-    assert parse("ttft_p50 <= 0.5x baseline").check(made).outcome == outcome
-    assert parse("ttft_p50 <= 0.5x b").check(made).outcome == outcome
+    assert one("ttft_p50 <= 0.5x baseline").check(made).outcome == outcome
+    assert one("ttft_p50 <= 0.5x b").check(made).outcome == outcome
 
 
 def test_a_ratio_with_failed_requests_is_not_shown() -> None:
     made = result_of(6, 3, lambda side, r, i: 0.1 if side == "a" else 1.0)
     made.turns[0].records[0] = broken(0)
-    assert parse("ttft_p50<=0.5x b").check(made).outcome == "not shown"
+    assert one("ttft_p50<=0.5x b").check(made).outcome == "not shown"
 
 
 def test_throughput_can_be_compared_as_well() -> None:
@@ -89,19 +95,31 @@ def test_throughput_can_be_compared_as_well() -> None:
     for turn in made.turns:
         if turn.side == "b":
             turn.records[:] = [record(i, 0.1, tpot=2.0, send=r.send) for i, r in enumerate(turn.records)]
-    assert parse("output_throughput >= 1.05x b").check(made).outcome == "held"
+    assert one("output_throughput >= 1.05x b").check(made).outcome == "held"
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "", "ttft", "ttft<700", "ttft_p95=700", "ttft_p95<fast", "tftt_p95<700ms", "ttft_p95<30tok/s",
+        "", "ttft", "ttft_p95=700", "ttft_p95<fast", "tftt_p95<700ms", "ttft_p95<30tok/s",
         "output_throughput>3ms", "95%:", "95%:ttft", "95%:itl<3", "0%:ttft<3", "100%:ttft<3", "ttft_p50<=x b",
+        "95%:ttft<0.5x b", "ttft<700ms@4rps", "ttft_p50<=0.5xb", "made_up_p95<3", "ttft_p95<-3ms",
     ],
 )  # fmt: skip
 def test_what_is_no_claim_is_one_clear_line(text: str) -> None:
     with pytest.raises(UserError):
         parse(text)
+
+
+def test_claims_are_written_as_objectives_everywhere() -> None:
+    """The forms of ``optkit tune --slo`` and ``optkit bench --slo``, with their defaults."""
+    assert checked("ttft<700", 59).outcome == checked("ttft:700", 59).outcome == "held"
+    assert checked("ttft:700", 58).detail.startswith("59 requests needed")
+    assert one("throughput >= 3").of.name == "output_throughput" and one("e2el:9000").of.name == "e2e_p95"
+    assert one("itl_p50<3").of.name == "itl_mean_p50" and one("e2e_mean<3s").bound == 3000
+    assert [claim.text for claim in parse("ttft:700,tpot:50")] == ["ttft_p95<=700ms", "tpot_p95<=50ms"]
+    two = parse("ttft_p50<0.5x tpot_p50<=1x old")
+    assert [(claim.side, claim.factor) for claim in two] == [("", 0.5), ("old", 1.0)]
 
 
 def test_sides_of_claims_are_checked_before_the_run() -> None:

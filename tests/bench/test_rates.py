@@ -79,8 +79,8 @@ def test_find_rate_finds_the_rate_of_a_server_with_a_known_capacity() -> None:
 
 def test_a_promise_may_be_claims_and_breaks_where_the_queue_grows() -> None:
     made = result_of(1, 40, lambda side, r, i: 0.5, sides=("a",))
-    assert Promise(claims=(parse("ttft_p50<600ms"),)).broken(made) == []
-    assert "not shown" in Promise(claims=(parse("ttft_p95<600ms"),)).broken(made)[0]
+    assert Promise(claims=parse("ttft_p50<600ms")).broken(made) == []
+    assert "not shown" in Promise(claims=parse("ttft_p95<600ms")).broken(made)[0]
     growing = result_of(1, 40, lambda side, r, i: 1.0 + 25.0 * i, sides=("a",))
     (reason,) = Promise().broken(growing)
     assert "queue grows" in reason

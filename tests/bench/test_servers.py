@@ -1,10 +1,12 @@
 """Servers come up, are waited for, and leave nothing behind."""
 
+import http.server
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import psutil
@@ -148,3 +150,22 @@ def test_a_server_ends_when_the_benchmark_is_killed():
     while healthy(f"http://127.0.0.1:{port}") and time.monotonic() < end:
         time.sleep(0.05)
     assert not healthy(f"http://127.0.0.1:{port}")
+
+
+def test_a_server_of_another_kind_is_refused_in_one_line_without_links():
+    class Other(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_error(404)
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Other)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with pytest.raises(UserError, match=r"no OpenAI-compatible server: .*404") as error:
+            model_name(f"http://127.0.0.1:{server.server_port}")
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert "mozilla" not in error.value.line()

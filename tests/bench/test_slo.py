@@ -33,6 +33,7 @@ from optkit.errors import UserError
             Slo((Term("ttft", "", "<", 700.0), Term("tpot", "", "<", 50.0)), 0.95),
         ),
         ("ttft_p50 <= 0.5x baseline", Slo((Term("ttft", "p50", "<=", 0.5, "baseline"),))),
+        ("ttft_p50 <= 0.5x", Slo((Term("ttft", "p50", "<=", 0.5, ""),))),
         ("tpot_mean<20", Slo((Term("tpot", "mean", "<", 20.0),))),
         (
             "throughput>=100tok/s@8clients",
@@ -97,7 +98,7 @@ latency_terms = st.builds(
 )
 rate_terms = st.builds(Term, st.sampled_from(RATES), st.just(""), operators, numbers)
 relative = st.builds(
-    Term, st.sampled_from(LATENCIES), st.just("p50"), operators, numbers, st.just("baseline")
+    Term, st.sampled_from(LATENCIES), st.just("p50"), operators, numbers, st.sampled_from(["baseline", ""])
 )
 loads = st.one_of(st.none(), st.builds(Load, rate=numbers), st.builds(Load, clients=st.integers(1, 10_000)))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from optkit.bench.traces import TraceRow, block_len, read_trace
+from optkit.bench.traces import TraceRow, block_len, read_trace, scale_of
 from optkit.errors import UserError
 
 ROWS = [
@@ -66,3 +66,10 @@ def test_a_damaged_trace_is_one_clear_line(tmp_path: Path, text: str, message: s
 def test_a_missing_trace_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="can't be read"):
         read_trace(str(tmp_path / "none"), 1)
+
+
+def test_a_scale_is_a_number_or_a_fraction() -> None:
+    assert [scale_of(text) for text in ("1/32", "0.5", " 2 ", "1e-3")] == [1 / 32, 0.5, 2.0, 1e-3]
+    for text in ("", "x", "1/0", "0", "-1/2", "inf", "nan", "1e400", "1/"):
+        with pytest.raises(UserError, match="--trace-scale"):
+            scale_of(text)

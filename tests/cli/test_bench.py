@@ -108,3 +108,10 @@ def test_bench_sweeps(no_model, capsys):
     out = capsys.readouterr().out
     assert "synchronous" in out and "all at once" in out
     assert "goodput req/s" in out and "goodput" not in plain
+
+
+def test_a_result_without_a_place_is_refused_before_the_run(no_model, tmp_path):
+    server = FakeServer(normal)
+    with server.run() as url:
+        assert main.run(["bench", url, *FEW, "--save-result", str(tmp_path)]) == 2
+    assert not server.headers

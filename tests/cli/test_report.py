@@ -12,6 +12,7 @@ from tests.report.test_document import evaluation
 from tests.support.parsed_page import ParsedPage
 from tests.support.sample_artifact import real_artifact, sample_run
 from tests.support.sample_bench import bench_result
+from tests.support.saved_results import tuning_file
 
 RECIPE = "schema_version: 1\nname: small\ntarget: cuda-h100\npasses: []\n"
 
@@ -85,6 +86,9 @@ def test_markdown_may_go_to_stdout(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--bench", "none.json", "-o", "page.html"], "none.json"),
         (["--eval", "FOREIGN", "-o", "page.html"], "no result of optkit eval"),
         (["--bench", "FOREIGN", "-o", "page.html"], "no result of optkit bench"),
+        (["--plan", "FOREIGN", "-o", "page.html"], "no result of optkit plan"),
+        (["--profile", "FOREIGN", "-o", "page.html"], "no result of optkit profile"),
+        (["--tune", "FOREIGN", "-o", "page.html"], "no result of optkit tune"),
         (["--bench", "BENCH", "-o", "BENCH/page.html"], "can't be written"),
     ],
 )
@@ -106,3 +110,9 @@ def test_a_damaged_report_is_one_line(
     (artifact / "optkit" / "report.json").write_text("{}")
     assert main.run(["report", str(artifact), "-o", str(tmp_path / "page.html")]) == 2
     assert "report.json" in capsys.readouterr().err
+
+
+def test_a_tuning_alone_is_a_report(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    assert main.run(["report", "--tune", str(tuning_file(tmp_path)), "-o", str(page)]) == 0
+    assert "ttft_p95 453 ms" in ParsedPage(page.read_text()).words

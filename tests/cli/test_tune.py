@@ -52,3 +52,14 @@ def test_tune_prints_the_evidence_and_exits_by_the_result(
 @pytest.mark.parametrize("words", [["m"], ["m", "--slo", "ttft"], ["m", "--slo", "ttft<7", "--budget", "x"]])
 def test_tune_exits_with_2_when_arguments_are_wrong(words: list[str], tmp_path: Path) -> None:
     assert main.run(["tune", *words, "-o", str(tmp_path / "out")]) == 2
+
+
+def test_an_interrupted_tuning_says_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def tune(*_args: object, **_options: object) -> TuneReport:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "search", tune)
+    assert main.run(["tune", "m", "--slo", "ttft:7", "-o", "d"]) == 130
+    assert "the same command resumes" in capsys.readouterr().err

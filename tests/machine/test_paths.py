@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from optkit.errors import UserError
-from optkit.machine.paths import cache_dir, cache_root, private_dir
+from optkit.machine.paths import cache_dir, cache_root, check_place, private_dir
 
 
 def test_cache_root_is_private_when_it_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,3 +49,18 @@ def test_private_dir_refuses_a_directory_of_another_user(
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
     with pytest.raises(UserError, match=f"belongs to uid {owner}"):
         private_dir(tmp_path / "mine")
+
+
+def test_a_place_for_a_result_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("x")
+    for good in (tmp_path / "file", tmp_path / "new.json", tmp_path / "a" / "b" / "new.json"):
+        check_place(good)
+    assert not (tmp_path / "a").exists()
+    for wrong in (tmp_path, tmp_path / "file" / "new.json"):
+        with pytest.raises(UserError, match="director"):
+            check_place(wrong)
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(UserError, match="no permission"):
+        check_place(tmp_path / "new.json")

@@ -83,4 +83,6 @@ def test_another_machine_is_not_calibrated() -> None:
 def test_anchors_stay_within_the_model_and_the_recipe() -> None:
     points = anchor_points(captured("llama"), load_recipe("edge-cpu"))  # 256 tokens of context, 4 requests
     assert max(point.context for point in points) <= 256
-    assert {point.sequences for point in points if point.is_decode} == {1}
+    assert [point.sequences for point in points if point.is_decode] == [1, 4]
+    one = load_recipe("edge-cpu", ["runtime.max_num_seqs=1"])
+    assert [p.sequences for p in anchor_points(captured("llama"), one) if p.is_decode] == [1]

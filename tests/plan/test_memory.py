@@ -38,7 +38,13 @@ def test_requests_at_once_are_the_blocks_of_the_pool_over_those_of_a_request(con
 
 def test_a_context_beyond_the_model_fits_never() -> None:
     found = memory_plan(captured("llama"), RECIPE, TARGET, [512])
-    assert found.requests[512] == 0 and "max_model_len" in found.limit[512]
+    assert found.requests[512] == 0 and "model's context of 256 tokens" in found.limit[512]
+
+
+def test_a_context_beyond_the_kv_cache_names_the_kv_cache() -> None:
+    small = load_recipe("ttft-cpu", ["runtime.kv_cache_bytes=64KiB", "runtime.max_num_seqs=4"])
+    found = memory_plan(captured("llama"), small, TARGET, [200])
+    assert found.requests[200] == 0 and "longer than the KV cache of" in found.limit[200]
 
 
 def test_int8_kv_takes_fewer_bytes() -> None:

@@ -105,6 +105,9 @@ def test_a_load_gets_its_replicas(config_only: Path, tmp_path: Path) -> None:
         ({"slo": "ttft_p95<700ms@8clients"}, "an objective needs a load"),
         ({"slo": "throughput>=100@4rps"}, "can't be planned"),
         ({"slo": "ttft_p90<700ms@4rps"}, "can't be planned"),
+        ({"slo": "90%:ttft<700ms@4rps"}, "ttft_p90<700ms can't be planned"),
+        ({"slo": "e2e_mean<700ms@4rps"}, "p50, p95 or p99 of ttft and e2e"),
+        ({"slo": "ttft_p50<0.5x@4rps"}, "can't be planned"),
         ({"slo": "tftt<1@4rps"}, "unknown metric: tftt"),
         ({"target": "h10"}, "unknown machine 'h10'.*did you mean 'h100'"),
         ({"trace": Path("none.jsonl")}, "the trace can't be read"),
@@ -126,8 +129,41 @@ def test_ceilings_below_the_layers_are_said(measured: float, said: bool) -> None
 
 def test_a_request_that_never_fits_is_an_error(config_only: Path, tmp_path: Path) -> None:
     file = tmp_path / "t.jsonl"
-    line = json.dumps({"timestamp": 0, "input_length": 5000, "output_length": 1})
-    file.write_text(f"{line}\n{line}\n")
+    lines = [json.dumps({"timestamp": at, "input_length": 5000, "output_length": 1}) for at in (0, 9000)]
+    file.write_text("\n".join(lines))
     with pytest.raises(UserError, match=r"can't be served.*--trace-scale"):
         made(config_only, trace=file)
     assert made(config_only, trace=file, scale=0.01, slo=None).replicas is not None
+
+
+def test_a_share_of_requests_bounds_its_own_percentile(config_only: Path) -> None:
+    """Of the same load, p99 of TTFT is later than p50: a bound between them holds for half of the requests alone."""
+    rate = 0.7 / sum(made(config_only).times["prefill 64", 1].parts.values())
+    need = made(config_only, slo=f"ttft_p50<1e6ms@{rate:.6f}rps").replicas
+    assert need is not None and need.fewest is not None
+    p50, p95, p99 = (1e3 * seconds for seconds in need.fewest.ttft)
+    assert p50 < p95 < p99
+    bound = f"ttft<{(p95 + p99) / 2:.9f}ms@{rate:.6f}rps"
+    held, more = (made(config_only, slo=f"{share}%:{bound}").replicas for share in (95, 99))
+    assert held is not None and held.fewest is not None and held.fewest.replicas == need.fewest.replicas
+    assert more is not None and (more.fewest is None or more.fewest.replicas > need.fewest.replicas)
+
+
+def test_a_trace_at_a_single_moment_has_no_rate(config_only: Path, tmp_path: Path) -> None:
+    file = tmp_path / "t.jsonl"
+    file.write_text(3 * '{"timestamp": 5, "input_length": 9, "output_length": 1}\n')
+    with pytest.raises(UserError, match="different times"):
+        made(config_only, trace=file, slo="ttft:700@4rps")
+
+
+def test_prefills_of_a_trace_are_predicted_at_few_lengths() -> None:
+    asked: list[int] = []
+
+    def seconds(tokens: int) -> float:
+        asked.append(tokens)
+        return 0.005 + 3e-4 * tokens + 5e-9 * tokens**2
+
+    found = planner.on_grid(seconds)
+    for tokens in range(1, 20_000):
+        assert found(tokens) == pytest.approx(0.005 + 3e-4 * tokens + 5e-9 * tokens**2, rel=1e-3)
+    assert len(asked) == len(set(asked)) < 140

@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 
-from optkit.plan.replicas import Demand, Load, equilibrium, fewest, load, percentiles, queued
-from optkit.plan.virtual import Arrival
+from optkit.plan.replicas import Demand, Load, Stream, equilibrium, fewest, load, percentiles, queued
+from optkit.plan.steps import Step
+from optkit.plan.virtual import Arrival, request, serve
+from optkit.runtime.scheduling.config import SchedulerConfig
+from optkit.simulation.simulator import simulate
+from optkit.simulation.step_costs import StepCosts, StepShape
 
 SERVICE = 0.1  # seconds of a prefill
 
@@ -39,20 +44,80 @@ def test_turns_among_replicas_make_arrivals_more_even() -> None:
     assert SERVICE < two < statistics.fmean(queued(arrivals(6.0), 1, {100: SERVICE}))
 
 
+def of(tokens: float, busy: float, places: int = 64) -> Stream:
+    return Stream(busy / SERVICE, tokens, SERVICE, 1.0, 100, places)
+
+
 def test_the_batch_is_that_of_littles_law() -> None:
     """50 tokens/s at 40 ms a token are 2 requests; prefill that takes half the time doubles both."""
-    assert equilibrium(50.0, 0.0, demand(0.04), 100, 64) == (pytest.approx(2.0), pytest.approx(0.04))
-    assert equilibrium(50.0, 0.5, demand(0.04), 100, 64) == (pytest.approx(4.0), pytest.approx(0.08))
-    assert math.isinf(equilibrium(50.0, 0.0, demand(0.04), 100, 1)[1])
-    assert math.isinf(equilibrium(50.0, 1.0, demand(0.04), 100, 64)[1])
+    assert equilibrium(of(50.0, 0.0), demand(0.04)) == (pytest.approx(2.0), pytest.approx(0.04))
+    assert equilibrium(of(50.0, 0.5), demand(0.04)) == (pytest.approx(4.0), pytest.approx(0.08))
+    assert math.isinf(equilibrium(of(50.0, 0.0, places=1), demand(0.04))[1])
+    assert math.isinf(equilibrium(of(50.0, 1.0), demand(0.04))[1])
+    assert equilibrium(of(0.0, 0.5), demand(0.04)) == (0.0, 0.04)
 
 
-def test_decoding_slows_prefill_by_its_share() -> None:
+def test_the_batch_is_the_smallest_that_keeps_up() -> None:
+    """Steps of 10 ms + 1 ms a sequence, 500 tokens/s: b = 500 (0.01 + 0.001 b), so b = 10."""
+    growing = replace(demand(), decode=lambda batch, context: 0.01 + 0.001 * batch)
+    batch, token = equilibrium(of(500.0, 0.0), growing)
+    assert batch == pytest.approx(10.0) and token == pytest.approx(0.02)
+
+
+def test_a_replica_that_always_decodes_has_room_for_prompts() -> None:
+    """Decodes run all the time at a batch of 6: prompts wait for half a step, and not for the end of decoding."""
+    steps = replace(
+        demand(0.02),
+        beside=lambda batch, context: 0.002 * batch,
+        chunks=lambda tokens: 2,
+        most_running=lambda _: 64,
+    )
+    found = load(arrivals(3.0, 4000, output=71), 1, steps)
+    assert not found.saturated and found.batch == pytest.approx(3 * 70 * found.tpot, rel=0.02)
+    assert found.utilization == pytest.approx(0.3 + 3 * 70 * 0.02 / 64, rel=0.05)
+    running = math.ceil(found.batch)
+    service = SERVICE + 2 * 0.002 * running
+    assert found.ttft[0] == pytest.approx(
+        percentiles(queued(arrivals(3.0, 4000), 1, {100: service}))[0] + 0.01
+    )
     alone = load(arrivals(3.0, 4000), 1, demand())
-    beside = load(arrivals(3.0, 4000, output=50), 1, demand(0.002))
-    assert alone.utilization == pytest.approx(0.3, rel=0.05)
-    assert beside.utilization == pytest.approx(0.3 + 3 * 50 * 0.002 / max(1.0, beside.batch), rel=0.05)
-    assert beside.ttft[1] > alone.ttft[1] and beside.tpot == pytest.approx(0.002 / 0.7, rel=0.05)
+    assert alone.utilization == pytest.approx(0.3, rel=0.05) and alone.ttft[1] < found.ttft[1]
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.8])
+def test_a_replica_is_that_of_the_scheduler(share: float) -> None:
+    """The real scheduler on a virtual clock, with steps of a fixed cost: TTFT and TPOT within a quarter."""
+    costs = StepCosts((0.004, 3e-4, 3e-4, 5e-4, 0.0, 0.0))
+    config = SchedulerConfig(
+        max_num_seqs=32, max_num_batched_tokens=256, max_model_len=1024, block_size=32, num_blocks=4096,
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    few = 3e-4 * 64 + 3e-4 * (256 - 64)
+    steps = Demand(
+        prefill=lambda tokens: 2 * (0.004 + 5e-4) + few * tokens / 256 - 5e-4,
+        decode=lambda batch, context: 0.004 + (3e-4 + 5e-4) * batch,
+        most_running=lambda context: 32,
+        chunks=lambda tokens: 2,
+        beside=lambda batch, context: (3e-4 + 5e-4) * batch,
+    )
+    shape = [Arrival(0.0, 400, 40)] * 300
+    most = 300 / simulate(config, costs, [request(i, one) for i, one in enumerate(shape)]).seconds
+    generator, at, load_ = random.Random(5), 0.0, []
+    for _ in range(600):
+        at += generator.expovariate(share * most)
+        load_.append(Arrival(at, 400, 40))
+    real = serve(config, lambda step: costs_of(costs, step), load_)
+    found = load(load_, 1, steps)
+    assert not found.saturated
+    ttfts = sorted(one.ttft for one in real)
+    assert found.ttft[0] == pytest.approx(ttfts[300], rel=0.25)
+    assert found.ttft[1] == pytest.approx(ttfts[570], rel=0.25)
+    assert found.tpot == pytest.approx(statistics.fmean(one.tpot for one in real), rel=0.25)
+
+
+def costs_of(costs: StepCosts, step: Step) -> float:
+    tokens = sum(point.tokens for point in step)
+    return costs.seconds(StepShape(tokens, sum(point.sequences for point in step), 0.0, 0))
 
 
 @pytest.mark.parametrize(("rate", "reason"), [(12.0, "prefill takes all"), (9.5, "of the time in use")])
@@ -77,3 +142,8 @@ def test_an_impossible_bound_ends() -> None:
 def test_percentiles_are_samples() -> None:
     assert percentiles([float(n) for n in range(1, 101)]) == (50.0, 95.0, 99.0)
     assert percentiles([7.0]) == (7.0, 7.0, 7.0)
+
+
+def test_a_saturated_load_is_json_for_every_reader() -> None:
+    found = load(arrivals(12.0, 200), 1, demand()).to_dict()
+    assert found["ttft"] == [None] * 3 and found["tpot"] is None and found["saturated"]

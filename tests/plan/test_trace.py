@@ -37,7 +37,7 @@ def test_a_wrong_line_is_named(tmp_path: Path) -> None:
 
 def test_too_little_and_nothing_are_errors(tmp_path: Path) -> None:
     (tmp_path / "one").write_text(LINES.splitlines()[0])
-    for name, message in (("one", "two requests at least"), ("none", "can't be read")):
+    for name, message in (("one", "two requests at different times"), ("none", "can't be read")):
         with pytest.raises(UserError, match=message):
             read_trace(tmp_path / name)
 

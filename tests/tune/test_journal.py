@@ -130,3 +130,17 @@ def test_a_journal_of_another_task_a_damaged_or_a_held_one_is_refused(tmp_path: 
             Journal(file, TASK)
     os.remove(file)
     fill(file, 1, [])
+
+
+def test_a_fresh_journal_forgets_its_trials_but_never_those_of_a_running_process(tmp_path: Path) -> None:
+    file = tmp_path / "j"
+    fill(file, 3, [])
+    running = Journal(file, TASK)
+    before = file.read_bytes()
+    with pytest.raises(UserError, match="another optkit tune"):
+        Journal(file, TASK, fresh=True)
+    assert file.read_bytes() == before
+    running.close()
+    fresh = Journal(file, {"seed": 1}, fresh=True)
+    assert fresh.trials == {} and fresh.resumed == 0
+    fresh.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +16,8 @@ from optkit.errors import UserError
 from optkit.recipe.load import load_recipe
 from optkit.recipe.schema import Accept, Recipe
 from optkit.tune.lab import Machine, Shape, _command, quality
+from optkit.tune.settings import Setting
+from tests.support.architectures import tiny_model
 
 ACCEPT = Accept(max_kld=0.01, min_top1=0.97)
 
@@ -70,10 +74,70 @@ def test_an_artifact_of_another_model_or_recipe_is_built_again(
         found = SimpleNamespace(recipe=recipe, manifest={"source": {"digest": source}})
         monkeypatch.setattr("optkit.artifact.open.Artifact.open", lambda _directory: found)
 
-    monkeypatch.setattr("optkit.checkpoint.locate.resolve", lambda _name: SimpleNamespace(digest="sha256 a"))
+    asked = []
+    monkeypatch.setattr(
+        "optkit.checkpoint.locate.resolve",
+        lambda name, _progress: asked.append(name) or SimpleNamespace(digest="sha256 a"),
+    )
     there("sha256 a", recipe)
     assert machine._is_built("baseline")
     there("sha256 b", recipe)
     assert not machine._is_built("baseline")
     there("sha256 a", load_recipe("ttft-cpu"))
     assert not machine._is_built("baseline")
+    assert asked == ["model"]  # a model of 16 GB is hashed once
+
+
+def test_servers_beyond_the_memory_are_not_started_and_the_first_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(
+        "model", {"baseline": "baseline"}, tmp_path, Shape(8, 2, Load(clients=1)), lambda _line: None
+    )
+    machine._ids = list(range(5000))
+    manifest = {"files": {"model.safetensors": {"bytes": 3 * 10**9}}}
+    opened = SimpleNamespace(manifest=manifest, directory=tmp_path)
+    monkeypatch.setattr("optkit.artifact.open.Artifact.open", lambda _directory, verify=True: opened)
+    free = [5 * 10**9]
+    monkeypatch.setattr("optkit.machine.memory.available_bytes", lambda: free[0])
+    started = []
+
+    @contextmanager
+    def running(command: list[str], _port: int) -> Iterator[str]:
+        started.append(command)
+        free[0] -= 4 * 10**9
+        yield "http://server"
+
+    monkeypatch.setattr("optkit.tune.lab.servers.running", running)
+    monkeypatch.setattr("optkit.tune.lab.servers.model_name", lambda _url: "m")
+    monkeypatch.setattr("optkit.tune.lab.client.run_workload", lambda *_args, **_options: [])
+    monkeypatch.setattr("optkit.tune.lab.SETTLE", 0.0)
+    settings = [
+        Setting("baseline"),
+        Setting.of("baseline", {"max_num_seqs": 2}),
+        Setting.of("baseline", {"max_num_seqs": 4}),
+    ]
+    with machine.serving(settings) as (_run, failed):
+        assert len(started) == 1 and list(failed) == settings[1:]
+        assert "needs about 4" in failed[settings[1]] and "1 GB are available" in failed[settings[1]]
+    free[0] = 0
+    with machine.serving(settings[:1]) as (_run, failed):
+        assert not failed
+
+
+def test_requests_beyond_the_context_are_refused_before_a_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
+    model = tiny_model("llama")  # 256 tokens of context
+    model.save_pretrained(tmp_path / "model")
+    for output, fits in ((16, True), (17, False)):
+        shape = Shape(240, output, Load(clients=1))
+        machine = Machine(
+            str(tmp_path / "model"), {"baseline": "baseline"}, tmp_path, shape, lambda _line: None
+        )
+        if fits:
+            machine.check_lengths()
+            continue
+        with pytest.raises(UserError, match=r"240 tokens in and 17 out are too long.*256 tokens"):
+            machine.check_lengths()
