@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 LEASE_SECONDS = 10.0  # of a block without progress
 NO_CACHE = "the prefix cache is off"
 RECURRENT = "the model has recurrent states, which are no part of blocks"
+RANKS = "each process of a model in tensor parallel has a part of every block"
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class BlockExchange:
         """The reason why the engine exchanges no blocks, or None."""
         if self.kv.cache is None:
             return NO_CACHE
+        if getattr(self.engine.runner, "num_ranks", 1) > 1:
+            return RANKS
         return RECURRENT if self.engine.config.num_state_slots else None
 
     def data_bytes(self, groups: Sequence[int]) -> int:
