@@ -27,10 +27,10 @@ class Api:
     """An HTTP server of a fleet.
 
     Args:
-        replicas: the handle of the replicas, for Serve, which deploys what an application is bound to; calls go to the actors.
+        replicas: the handle of the replicas, by which Serve deploys both together; calls go to the actors.
     """
 
-    async def __init__(self, args: dict[str, Any], replicas: object) -> None:
+    async def __init__(self, args: dict[str, Any], replicas: object) -> None:  # type: ignore[misc]
         logs.configure()
         config, options = read_config(args), read_config(args).http.options()
         check(options)

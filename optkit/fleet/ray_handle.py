@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Any
 
 import ray
@@ -93,7 +93,7 @@ class RayMembers:
                 yield list(present.values())
             await asyncio.sleep(LIST_SECONDS)
 
-    def _actors(self, known: Sequence[str]) -> dict[str, ActorHandle | None]:
+    def _actors(self, known: Collection[str]) -> dict[str, ActorHandle | None]:
         """The actors by replica id; None for a known actor. Blocks for a call to the head node."""
         prefix = worker_name(self._app, "")
         entries = list_named_actors(all_namespaces=True)

@@ -201,7 +201,8 @@ class _FleetServer(ServerProcess):
         """End the server when no replica is there and none will come."""
         while True:
             await asyncio.sleep(10 * STATUS_SECONDS)
-            if self._engine and not self._engine.is_healthy and await self._calls.run(self._ray.problem):
+            is_lost = self._engine is not None and not self._engine.is_healthy
+            if is_lost and await self._calls.run(self._ray.problem) is not None:
                 self.fail()
                 return
 

@@ -110,7 +110,7 @@ async def _supervised(config: FleetConfig, secret: bytes) -> EngineSupervisor:
 class EngineReplica:
     """The part of a replica under Ray Serve's management."""
 
-    async def __init__(self, args: dict[str, Any]) -> None:
+    async def __init__(self, args: dict[str, Any]) -> None:  # type: ignore[misc]
         config, context = read_config(args), serve.get_replica_context()
         name = context.replica_id.unique_id
         actor = ray.remote(Worker).options(  # type: ignore[attr-defined]
