@@ -21,7 +21,7 @@ from optkit.runtime.types import FinishReason, TokenOutput
 log = logging.getLogger("optkit.fleet")
 
 IDLE_SECONDS = 5.0  # of ``take`` without outputs
-LINK_SECONDS = 20.0
+LINK_SECONDS = 15.0
 FAILED = "the replica failed"
 NO_LINK = "the link is closed"
 
@@ -52,12 +52,7 @@ class ServedReplica:
         self._links: dict[str, _Link] = {}
 
     async def open(self, link: str) -> None:
-        """Begin the link, and end the links of lost servers."""
-        now = time.monotonic()
-        for name, old in list(self._links.items()):
-            if now - old.taken > LINK_SECONDS:
-                log.info("a server has gone; %d requests are aborted", len(old.requests))
-                self._links.pop(name).close()
+        """Begin the link."""
         self._links[link] = _Link()
 
     async def submit(self, link: str, sent: bytes) -> None:
@@ -93,7 +88,16 @@ class ServedReplica:
         found.has_events.clear()
         return wire.encode(tuple(events))
 
+    def _end_lost_links(self) -> None:
+        now = time.monotonic()
+        for name, link in list(self._links.items()):
+            if now - link.taken > LINK_SECONDS:
+                log.info("a server has gone; %d requests are aborted", len(link.requests))
+                self._links.pop(name).close()
+
     async def report(self, since: bytes) -> bytes:
+        """The report for a server; servers ask a few times a second, so links of lost servers end here."""
+        self._end_lost_links()
         return wire.encode(await self._replica.report(wire.mark.decode(since)))
 
     async def engine_info(self) -> bytes:

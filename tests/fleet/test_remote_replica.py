@@ -99,6 +99,7 @@ async def test_requests_of_a_server_that_has_gone_are_aborted(monkeypatch: pytes
         with pytest.raises(ReplicaGone):
             await within(lost)
         stub.restore()
+        await remote.report(Mark())
         await soon(lambda: engine.aborted == ["a"])
 
 
