@@ -1,10 +1,10 @@
 """The cost of a fleet: a client against a single server, and streams over mock replicas against the mocks alone.
 
-    python -m bench.fleet overhead one --artifact artifact/       # TTFT + 10 ms, TPOT + 0.8 ms at p50
-    python -m bench.fleet overhead many                           # goodput >= 0.95 of the mocks alone
+    python -m bench.fleet overhead client --artifact artifact/    # TTFT + 10 ms, TPOT + 0.8 ms at p50
+    python -m bench.fleet overhead streams                        # goodput >= 0.95 of the mocks alone
 
-``one`` starts ``optkit serve`` with and without ``--replicas 1``, each with the same threads, and sends requests to
-both in turns, with new prompts. ``many`` has 16 clients over 4 mock replicas of 10 ms a token. *Alone* are the
+``client`` starts ``optkit serve`` with and without ``--replicas 1``, each with the same threads, and sends requests to
+both in turns, with new prompts. ``streams`` has 16 clients over 4 mock replicas of 10 ms a token. *Alone* are the
 same engine processes and clients without Ray and HTTP. A request counts when the tokens came at most 1.2 x 10 ms apart
 in the mean and the first at most 150 ms after the request; goodput is the tokens of counted requests a second. Needs
 an environment with Ray (``make fleet`` makes ``.fleet``).
@@ -227,7 +227,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["one", "many"])
+    parser.add_argument("what", choices=["client", "streams"])
     parser.add_argument("--artifact", default="artifact")
     parser.add_argument("--requests", type=int, default=20, help="of each server, or of each client")
     parser.add_argument("--prompt-tokens", type=int, default=128)
@@ -236,7 +236,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-result", type=Path)
     args = parser.parse_args(arguments)
-    result = asyncio.run(one(args) if args.what == "one" else many(args))
+    result = asyncio.run(one(args) if args.what == "client" else many(args))
     for name, value in result.items():
         print(f"{name:24} {value:.3f}" if isinstance(value, float) else f"{name:24} {value}")
     if args.save_result:

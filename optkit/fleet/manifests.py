@@ -26,7 +26,7 @@ class Pods:
 
     Attributes:
         image: with optkit[fleet], the same Python and Ray on all pods.
-        claim: name of the PersistentVolumeClaim with the artifact, mounted read-only; empty: the image has one.
+        claim: name of the PersistentVolumeClaim with the artifact, mounted read-only; empty: in the image.
         mount: where the claim is mounted.
         secret: name of the Secret with ``api-key`` and ``ray-token``.
         ray_version: of the image.
