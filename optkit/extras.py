@@ -19,6 +19,7 @@ EXTRAS = (
     "formats",
     "structured",
     "otel",
+    "kv-events",
     "fleet",
 )  # the extras for users; further extras are for development
 

@@ -5,7 +5,6 @@ python -m bench.fleet.mock_server ARTIFACT '{"step_seconds": 0.01}' 4
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 import sys

@@ -1,4 +1,4 @@
-"""Deploying to a running Ray cluster, by the REST API of its dashboard; needs no Ray here."""
+"""Deploying to a running Ray cluster, by the REST API of the dashboard; needs no Ray here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ class Cluster:
         UserError: each method, when the cluster does not answer or refuses.
     """
 
-    def __init__(self, address: str, token: str | None = None, transport: httpx.BaseTransport | None = None) -> None:
+    def __init__(
+        self, address: str, token: str | None = None, transport: httpx.BaseTransport | None = None
+    ) -> None:
         if not address.startswith(("http://", "https://")):
             raise UserError(
                 "the address of a cluster is the URL of its dashboard",
@@ -32,7 +34,9 @@ class Cluster:
             )
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self.address = address.rstrip("/")
-        self._client = httpx.Client(base_url=self.address, headers=headers, timeout=TIMEOUT, transport=transport)
+        self._client = httpx.Client(
+            base_url=self.address, headers=headers, timeout=TIMEOUT, transport=transport
+        )
 
     def deploy(self, config: dict[str, Any]) -> None:
         """Apply the application in ``config``; other applications of the cluster stay."""
@@ -43,21 +47,29 @@ class Cluster:
             for name, details in present.get("applications", {}).items()
             if name not in mine and details.get("deployed_app_config")
         ]
+        paths = {other.get("route_prefix", "/"): other["name"] for other in others}
+        for application in config["applications"]:
+            path = application["route_prefix"]
+            if path in paths:
+                what = f"the application {paths[path]} has the path {path} already"
+                raise UserError(what, where=self.address, fix="give another --root-path, or its --name to replace it")
         self._call("PUT", config | {"applications": [*others, *config["applications"]]})
 
     def status(self, name: str) -> tuple[str, str]:
-        """The status of application ``name``, such as DEPLOYING, and a message of its parts."""
+        """The status of application ``name``, such as DEPLOYING, and the messages of the parts."""
         found = self._call("GET").get("applications", {}).get(name)
         if found is None:
             return "NOT_STARTED", ""
         parts = found.get("deployments", {}).values()
-        return str(found["status"]), " ".join([found.get("message", ""), *(part["message"] for part in parts)])
+        return str(found["status"]), " ".join(
+            [found.get("message", ""), *(part["message"] for part in parts)]
+        )
 
     def wait(self, name: str, timeout: float) -> None:
         """Return when application ``name`` is running.
 
         Raises:
-            UserError: it failed, or it does not run after ``timeout`` seconds.
+            UserError: a failure, or no running application after ``timeout`` seconds.
         """
         end = time.monotonic() + timeout
         while True:

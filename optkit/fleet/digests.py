@@ -30,13 +30,14 @@ class Blocks:
         digests: of all full blocks.
         keys: of the blocks that a cache may give, which leave a token to compute.
         common: keys of the first blocks as prefixes in the artifact, as far as some replica has the blocks.
-        last_common: the digest of the last of ``common``.
+        last_common, next_common: the digests of the last of ``common`` and of the block after; empty: not computed.
     """
 
     digests: tuple[bytes, ...]
     keys: list[int]
     common: list[int] = field(default_factory=list)
     last_common: bytes = b""
+    next_common: bytes = b""
 
 
 class Chains:
@@ -92,16 +93,19 @@ class Prompt:
         Args:
             is_known: True for a key that some replica has.
         """
-        found, chain = self._found(block_size), self._chains.of(block_size)
-        while len(found.common) < len(found.keys):
-            start = len(found.common) * block_size
-            before = found.last_common or chain.root(COMMON_SALT)
-            digest = chain.after(before, self.token_ids[start : start + block_size])
-            if not is_known(key_of(digest)):
-                break
-            found.common.append(key_of(digest))
-            found.last_common = digest
+        found = self._found(block_size)
+        while len(found.common) < len(found.keys) and is_known(self._next_common(found, block_size)):
+            found.common.append(self._next_common(found, block_size))
+            found.last_common, found.next_common = found.next_common, b""
         return found
+
+    def _next_common(self, found: Blocks, block_size: int) -> int:
+        """The key of the block after ``found.common`` as a prefix in the artifact; computed once."""
+        if not found.next_common:
+            chain, start = self._chains.of(block_size), len(found.common) * block_size
+            before = found.last_common or chain.root(COMMON_SALT)
+            found.next_common = chain.after(before, self.token_ids[start : start + block_size])
+        return key_of(found.next_common)
 
     def _found(self, block_size: int) -> Blocks:
         found = self._blocks.get(block_size)

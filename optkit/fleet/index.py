@@ -38,7 +38,7 @@ class Table:
         holds_ends: as in ``optkit.runtime.report.EngineReport``.
     """
 
-    mark: Mark = Mark()
+    mark: Mark = field(default_factory=Mark)
     ends: dict[int, float] = field(default_factory=dict)
     expected: deque[tuple[float, Sequence[int]]] = field(default_factory=deque)
     num_expected: int = 0
@@ -111,7 +111,7 @@ class Index:
         """Count the blocks of a prompt just sent to a replica as the replica's, up to the time ``until``."""
         table = self._tables.setdefault(replica_id, Table())
         for key in keys:
-            if table.ends.get(key, 0.0) < until:
+            if table.ends.get(key, -math.inf) < until:
                 table.ends[key] = until
         table.expected.append((until, keys))
         table.num_expected += len(keys)

@@ -14,7 +14,16 @@ import msgspec
 from optkit.runtime.report import BlockChanges, EngineReport, Mark
 from optkit.runtime.types import EngineRequest, EngineStats, TokenOutput
 
-__all__ = ["BlockChanges", "Fetch", "Mark", "Replica", "ReplicaGone", "ReplicaReport", "Work", "replica_report"]
+__all__ = [
+    "BlockChanges",
+    "Fetch",
+    "Mark",
+    "Replica",
+    "ReplicaGone",
+    "ReplicaReport",
+    "Work",
+    "replica_report",
+]
 
 
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):

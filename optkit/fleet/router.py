@@ -102,7 +102,9 @@ class Decision:
     expected_until: float = 0.0
 
     def __str__(self) -> str:
-        other = f"next {self.runner_up[0]} {self.runner_up[1]:.3f} s" if self.runner_up else "no other replica"
+        other = (
+            f"next {self.runner_up[0]} {self.runner_up[1]:.3f} s" if self.runner_up else "no other replica"
+        )
         fetched = f", {len(self.fetch.digests)} blocks from {self.fetch.source}" if self.fetch else ""
         return (
             f"{self.request_id} to {self.replica_id}: predicted {self.predicted:.3f} s (queue {self.queue:.3f}, "
@@ -283,14 +285,16 @@ class Router:
         fresh = [known for known in able if now - known.asked <= STALE_SECONDS]
         if not able:
             raise NoReplica("no replica is ready" if not self._known else "no replica can take the request")
-        return [self._candidate(prompt, known, now) for known in fresh or able]
+        taken = fresh or able
+        sizes = {known.report.block_size for known in taken}
+        blocks = {size: prompt.blocks(size, self.index.knows) for size in sizes}
+        return [self._candidate(len(prompt), blocks[known.report.block_size], known, now) for known in taken]
 
-    def _candidate(self, prompt: Prompt, known: _Known, now: float) -> Candidate:
+    def _candidate(self, num_tokens: int, blocks: Blocks, known: _Known, now: float) -> Candidate:
         report = known.report
-        blocks = prompt.blocks(report.block_size, self.index.knows)
         hits = self.index.held(report.replica_id, blocks, now)
         tokens = hits * report.block_size
-        prefill = prefill_seconds(report.prefill_seconds, len(prompt) - tokens)
+        prefill = prefill_seconds(report.prefill_seconds, num_tokens - tokens)
         return Candidate(report, hits, tokens, known.backlog.seconds(now), prefill)
 
     def _least_recent(self, options: Sequence[Option], is_cold: bool) -> Option:

@@ -1,6 +1,6 @@
 """The replica's end of links: runs requests of any number of servers and queues the outputs for each server.
 
-A link that no server takes from for ``LINK_SECONDS`` belongs to a server that has gone: its requests are aborted.
+A link without a call of ``take`` for ``LINK_SECONDS`` belongs to a lost server: the requests are aborted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NO_LINK = "the link is closed"
 
 @dataclass(eq=False)
 class _Link:
-    """Outputs for a server, and the tasks of its requests by request id."""
+    """Outputs for a server, and the tasks of requests by request id."""
 
     events: list[wire.Output | wire.Gone] = field(default_factory=list)
     has_events: asyncio.Event = field(default_factory=asyncio.Event)
@@ -52,7 +52,7 @@ class ServedReplica:
         self._links: dict[str, _Link] = {}
 
     async def open(self, link: str) -> None:
-        """Begin the link, and end those that no server uses any more."""
+        """Begin the link, and end the links of lost servers."""
         now = time.monotonic()
         for name, old in list(self._links.items()):
             if now - old.taken > LINK_SECONDS:
@@ -75,7 +75,7 @@ class ServedReplica:
             task.cancel()
 
     async def take(self, link: str) -> bytes:
-        """All events since the last call, at least one; NOTHING when none came for IDLE_SECONDS.
+        """All events since the last call, or NOTHING when none came for IDLE_SECONDS.
 
         Raises ReplicaGone for a closed link, whose requests have been aborted.
         """
@@ -128,7 +128,7 @@ class ServedReplica:
         return self._links[name]
 
     async def _run(self, link: _Link, work: wire.Work) -> None:
-        """Put the outputs of one request on its link."""
+        """Put the outputs of a request on the link."""
         name = work.request.request_id
         try:
             stream = cast(AsyncGenerator[TokenOutput, None], self._replica.generate(work))
@@ -141,9 +141,7 @@ class ServedReplica:
             log.exception("request %s failed", name)
             link.put(
                 wire.Output(
-                    TokenOutput(
-                        request_id=name, token_ids=(), finish_reason=FinishReason.ERROR, error=FAILED
-                    )
+                    TokenOutput(request_id=name, token_ids=(), finish_reason=FinishReason.ERROR, error=FAILED)
                 )
             )
         finally:

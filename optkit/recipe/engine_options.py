@@ -219,6 +219,18 @@ class EngineOptions(SchedulingOptions, frozen=True, kw_only=True, forbid_unknown
         ]
         | None
     ) = None
+    kv_events_config: (
+        Annotated[
+            str,
+            about(
+                "Publish the blocks of the prefix cache over ZMQ in vLLM's format, for routers such as llm-d; a JSON "
+                "object with vLLM's names: enable_kv_cache_events, endpoint, replay_endpoint, topic. The events have "
+                "the token ids of prompts, for whoever can reach the endpoint.",
+                unit="json",
+            ),
+        ]
+        | None
+    ) = None
     state_checkpoints: (
         Annotated[
             int,

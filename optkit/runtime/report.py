@@ -35,7 +35,7 @@ class BlockChanges(msgspec.Struct, frozen=True):
 
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of an engine between two steps, or in a step; ``optkit.fleet.replica.ReplicaReport`` explains the names.
+    """The state of an engine between two steps or in a step. ``optkit.fleet.replica.ReplicaReport`` explains the names.
 
     Attributes:
         holds_ends: a digest in ``changes`` is the end of a prefix that a prompt can take over, and the blocks before

@@ -39,6 +39,7 @@ class EngineGauges(Collector):
             ("vllm:num_requests_running", "Sequences in the running batch.", stats.num_running),
             ("vllm:num_requests_waiting", "Sequences waiting to run.", stats.num_waiting),
             ("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1.", used),
+            ("vllm:gpu_cache_usage_perc", "The same under vLLM's old name, which routers read.", used),
             (
                 "optkit:kv_cached_blocks",
                 "KV blocks of no sequence, kept for prompts.",
@@ -63,6 +64,8 @@ class EngineGauges(Collector):
             ("vllm:num_preemptions", "Preempted sequences.", stats.num_preemptions),
             ("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_cache_queries),
             ("vllm:prefix_cache_hits", "Prompt tokens found.", stats.prefix_cache_hits),
+            ("vllm:gpu_prefix_cache_queries", "The same under vLLM's old name.", stats.prefix_cache_queries),
+            ("vllm:gpu_prefix_cache_hits", "The same under vLLM's old name.", stats.prefix_cache_hits),
             (
                 "optkit:prefix_cache_lost_tokens",
                 "Prompt tokens found, but computed again for lack of a checkpoint of the recurrent state.",

@@ -162,7 +162,8 @@ class _Fleet:
         self._fetch()
         self.now = self.next.arrival if self.next else 0.0
         self.rule.begin(self.replicas, self._clock)
-        heapq.heappush(self.events, (self.now, TICK, 0))
+        self.rule.tick()
+        heapq.heappush(self.events, (self.now + self.period, TICK, 0))
         while self.events:
             self.now, kind, number = heapq.heappop(self.events)
             if kind == ARRIVAL:

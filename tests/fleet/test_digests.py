@@ -60,7 +60,9 @@ def test_prefixes_of_the_artifact_are_found_for_every_salt() -> None:
         assert prompt.blocks(2, nobody).common == []
         found = prompt.blocks(2, held.__contains__)
         assert set(found.common) == held and len(found.common) == 2
-    assert len(Prompt(Chains(SECRET), [1, 2, 3, 4]).blocks(2, held.__contains__).common) == 1, "a token is left"
+    assert len(Prompt(Chains(SECRET), [1, 2, 3, 4]).blocks(2, held.__contains__).common) == 1, (
+        "a token is left"
+    )
 
 
 def test_a_secret_of_a_wrong_length_is_refused() -> None:

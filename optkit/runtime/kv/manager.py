@@ -248,7 +248,11 @@ class KVManager:
 
     def changes(self, since: Mark) -> BlockChanges:
         """The changes of the held blocks (``optkit.runtime.kv.changes``) after a mark."""
-        return self.log.since(since, lambda: (node.digest for node in self._nodes if node.is_held))
+        return self.log.since(since, lambda: (node.digest for node in self.held_nodes()))
+
+    def held_nodes(self) -> list[Node]:
+        """The nodes that a prompt can take over."""
+        return [node for node in self._nodes if node.is_held]
 
     def rekey(self, secret: bytes) -> None:
         """Share the digests with other processes of the same ``secret``; before the first request.

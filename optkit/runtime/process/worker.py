@@ -37,6 +37,7 @@ from optkit.machine import logs
 from optkit.recipe.engine_options import EngineOptions
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.process import ipc
+from optkit.runtime.process.kv_publisher import publish
 from optkit.runtime.process.profiler import WHILE_WRITING_SECONDS, EngineProfiler
 from optkit.runtime.types import EngineOverload, EngineRefusal, EngineRequest, FinishReason, TokenOutput
 
@@ -280,6 +281,8 @@ def load(args: argparse.Namespace, sock: socket.socket, frames: ipc.FrameReader)
     engine = factory(message.artifact_dir, message.options)
     if message.cache_secret:
         engine.share_digests(message.cache_secret)
+    if message.options.kv_events_config:
+        publish(engine, message.options.kv_events_config)
     gc.collect()
     gc.freeze()  # the model's objects live as long as the process: no collection needs to look at them
     took = time.monotonic() - start

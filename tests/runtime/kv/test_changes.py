@@ -86,7 +86,9 @@ def test_an_offloaded_block_is_held_until_the_store_loses_it() -> None:
 def test_windows_count_where_no_layer_keeps_all_tokens() -> None:
     kv = KVManager(8, 2, PrefixCache(2, num_groups=2), windows=(5, 5), tokens_in_flight=4)
     request = Request(
-        EngineRequest(request_id="r", prompt_ids=(1, 2, 3), sampling=SamplingParams(max_tokens=1), arrival=0.0),
+        EngineRequest(
+            request_id="r", prompt_ids=(1, 2, 3), sampling=SamplingParams(max_tokens=1), arrival=0.0
+        ),
         [1, 2, 3],
     )
     assert kv.admit(request, 3) and kv.cover(request, 2)

@@ -20,6 +20,7 @@ from optkit.errors import UserError
 from optkit.runtime.process import client as client_module
 from optkit.runtime.process import ipc
 from optkit.runtime.process.client import ENGINE_DIED, ENGINE_GONE, ENGINE_STOPPED, EngineClient, EngineDied
+from optkit.runtime.report import PREFILL_TOKENS, Mark
 from optkit.runtime.types import EngineRequest, FinishReason, SamplingParams, TokenOutput
 from tests.support.engine_process import FACTORY, PATIENCE, eventually, request
 from tests.support.fakes import fake_engine
@@ -255,3 +256,50 @@ def test_embed_ends_when_the_engine_dies() -> None:
         assert (await engine.embed([[1]], "last")).error == ENGINE_GONE
 
     with_engine(scenario, vocab_size=32)
+
+
+def test_a_report_follows_the_cache_and_digests_agree_between_processes_of_a_secret() -> None:
+    prompt = list(range(1, 14))
+
+    async def digests(secret: bytes) -> set[bytes]:
+        engine = EngineClient(json.dumps({}), factory=FACTORY, cache_secret=secret)
+        await engine.start(PATIENCE)
+        try:
+            before = (await engine.report(Mark())).report
+            assert before is not None and before.changes is not None and before.changes.is_snapshot
+            assert before.num_running == 0 and len(before.prefill_seconds) == len(PREFILL_TOKENS)
+            await collect(engine, request("r", prompt, max_tokens=1))
+            after = (await engine.report(before.changes.mark)).report
+            assert after is not None and after.changes is not None and not after.changes.is_snapshot
+            return set(after.changes.added)
+        finally:
+            await engine.stop()
+
+    async def main() -> None:
+        one, two, other = await asyncio.gather(*(digests(secret) for secret in (b"s" * 32, b"s" * 32, b"")))
+        assert one == two and len(one) == 3 and not one & other
+
+    asyncio.run(main())
+
+
+def test_a_report_is_answered_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    until = tmp_path / "end"
+
+    async def scenario(engine: EngineClient) -> None:
+        stream = asyncio.create_task(collect(engine, request("r", [1])))
+        await eventually(until.with_suffix(".begun").exists)
+        answer = await asyncio.wait_for(engine.report(Mark()), PATIENCE)
+        assert not stream.done() and answer.report is not None and answer.report.num_running == 1
+        until.touch()
+        await stream
+
+    with_engine(scenario, slow_token=1, until=str(until), parts=True)
+
+
+def test_a_dead_engine_has_no_report() -> None:
+    async def scenario(engine: EngineClient) -> None:
+        engine.kill()
+        answer = await engine.report(Mark())
+        assert answer.report is None and answer.error in (ENGINE_DIED, ENGINE_GONE)
+
+    with_engine(scenario)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from optkit.recipe.engine_options import EngineOptions
 from optkit.runtime.process import ipc
 from optkit.runtime.process.launch import launch
 from tests.support.engine_process import FACTORY, request
@@ -81,3 +82,11 @@ def test_frames_that_are_too_large_or_no_message_are_refused() -> None:
     for body in (b"\xc1", ipc._encoder.encode({"type": "ready"}), ipc._encoder.encode({"type": "abort"})):
         with pytest.raises(ipc.ProtocolError):
             ipc.FrameReader().feed(ipc.HEADER.pack(len(body)) + body)
+
+
+def test_the_secret_of_a_deployment_is_in_no_text_and_arrives() -> None:
+    secret = b"0123456789abcdef0123456789abcdef"
+    message = ipc.Load("artifact", EngineOptions(), secret)
+    assert "0123" not in repr(message) and "0123" not in str(message)
+    (read,) = ipc.FrameReader().feed(ipc.frame(message))
+    assert isinstance(read, ipc.Load) and read.cache_secret == secret
