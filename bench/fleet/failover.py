@@ -132,9 +132,9 @@ async def kills(fleet: ProcessFleet, args: argparse.Namespace, dice: random.Rand
         returned = asyncio.create_task(until_back(fleet, victim))
         heard = await asyncio.gather(*streams)
         back.append(await returned)
-        for single, got in zip(asked, heard, strict=True):
+        rights = await asyncio.gather(*(collect(fleet, undisturbed(single)) for single in asked))
+        for single, got, right in zip(asked, heard, rights, strict=True):
             errors += got.error is not None
-            right = await collect(fleet, undisturbed(single))
             differ += got.tokens != right.tokens
             if got.num_migrations:
                 lost += 1

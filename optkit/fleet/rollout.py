@@ -8,7 +8,8 @@
 2. *Self-test*: known prompts have the known answers.
 3. *Canary*: the paired bench compares the new replica with an old one (``gate_command``).
 4. *Shift*: drain an old replica, start a new one, again and again. Never fewer replicas serve than before, and never
-   more than one extra exists. New requests go to a version in proportion to the replicas that serve (``share``).
+   more than one extra exists, those that drain included. New requests go to a version in proportion to the replicas
+   that serve (``share``).
 5. A failure at any place, or an alarm, turns the direction: old replicas come back, then the new ones leave.
 
 A request is of one version from its first token to its last (``VersionSplit``, ``optkit.fleet.failover``): indexes,
@@ -210,21 +211,20 @@ class Rollout:
 
     def _replace(self, replicas: Sequence[ReplicaView], old: str, new: str, end: Phase) -> list[Action]:
         """Replicas of ``new`` for those of ``old``, one at a time."""
-        leaving, coming = of_version(replicas, old), of_version(replicas, new)
-        ready = serving(replicas, new)
+        leaving, ready = of_version(replicas, old), serving(replicas, new)
         if not leaving and len(ready) >= self.num_replicas:
             self._enter(end)
             return []
-        actions: list[Action] = [
-            Remove(view.replica_id) for view in leaving if view.is_draining and not view.num_requests
-        ]
+        drained = [view for view in replicas if view.is_draining and not view.num_requests]
+        actions: list[Action] = [Remove(view.replica_id) for view in drained]
+        coming = [view for view in of_version(replicas, new) if not view.is_draining]
         staying = [view for view in leaving if not view.is_draining]
         idle = [view for view in staying if not view.is_ready]  # dead, or loading in vain
         if idle:
             actions.append(Drain(idle[0].replica_id))
         elif len(ready) + len(staying) > self.num_replicas and staying:
             actions.append(Drain(staying[0].replica_id))
-        elif len(coming) < self.num_replicas and len(coming) + len(staying) <= self.num_replicas:
+        elif len(coming) < self.num_replicas and len(replicas) <= self.num_replicas:
             actions.append(Add(new))
         if self.phase is Phase.SHIFT and self._is_stuck(replicas):
             self.fail("a replica of the new version did not start")
