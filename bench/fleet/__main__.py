@@ -29,7 +29,11 @@ def main(arguments: Sequence[str]) -> int:
     known = figures()
     if not arguments or arguments[0] not in known:
         width = max(map(len, known))
-        print("python -m bench.fleet NAME ...", *(f"  {name:{width}}  {known[name]}" for name in known), sep="\n")
+        print(
+            "python -m bench.fleet NAME ...",
+            *(f"  {name:{width}}  {known[name]}" for name in known),
+            sep="\n",
+        )
         return 0 if arguments[:1] in ([], ["--help"], ["-h"]) else 2
     return int(importlib.import_module(f"bench.fleet.{arguments[0]}").main(list(arguments[1:])))
 

@@ -1,11 +1,10 @@
 """A server of a fleet of mock engines on a local Ray, with the tokenizer of an artifact: for measurements.
 
-    python -m bench.fleet.mock_server ARTIFACT '{"step_seconds": 0.01}' 4
+python -m bench.fleet.mock_server ARTIFACT '{"step_seconds": 0.01}' 4
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 import sys

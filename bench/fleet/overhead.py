@@ -1,13 +1,13 @@
-"""What a fleet costs: one client against a single server, and streams over mock replicas against the mocks alone.
+"""The cost of a fleet: a client against a single server, and streams over mock replicas against the mocks alone.
 
-    python -m bench.fleet overhead one --artifact artifact/       # TTFT + 10 ms, TPOT + 0.8 ms at p50
-    python -m bench.fleet overhead many                           # goodput >= 0.95 of the mocks alone
+    python -m bench.fleet overhead client --artifact artifact/    # TTFT + 10 ms, TPOT + 0.8 ms at p50
+    python -m bench.fleet overhead streams                        # goodput >= 0.95 of the mocks alone
 
-``one`` starts ``optkit serve`` with and without ``--replicas 1``, each with the same threads, and sends requests to both in
-turns, each prompt new to both. ``many`` has 16 clients over 4 mock replicas that take 10 ms a token. *Alone* are the
-same engine processes and clients without Ray and HTTP. A request counts when its tokens came at most 1.2 x 10 ms apart in
-the mean and the first at most 150 ms after the request; goodput is the tokens of such requests a second. Needs an
-environment with Ray (``make fleet`` makes ``.fleet``).
+``client`` starts ``optkit serve`` with and without ``--replicas 1``, each with the same threads, and sends requests to
+both in turns, with new prompts. ``streams`` has 16 clients over 4 mock replicas of 10 ms a token. *Alone* are the
+same engine processes and clients without Ray and HTTP. A request counts when the tokens came at most 1.2 x 10 ms apart
+in the mean and the first at most 150 ms after the request; goodput is the tokens of counted requests a second. Needs
+an environment with Ray (``make fleet`` makes ``.fleet``).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any
 
 import httpx
 import msgspec
+import psutil
 
 from optkit.fleet.mock import MOCK_FACTORY, MockModel
 from optkit.runtime.process.client import EngineClient
@@ -53,7 +54,7 @@ class Timed:
 
 
 def timed(start: float, times: Sequence[float], num_tokens: int) -> Timed:
-    """The figures of an answer from the times of its chunks."""
+    """The figures of an answer from the times of the chunks."""
     return Timed(times[0] - start, (times[-1] - times[0]) / max(1, num_tokens - 1), num_tokens)
 
 
@@ -70,9 +71,33 @@ async def streamed(client: httpx.AsyncClient, ids: list[int], max_tokens: int) -
     return timed(start, times, max_tokens)
 
 
+def cpu_of(process: psutil.Process) -> dict[str, float]:
+    """CPU seconds so far of ``process`` and all below, by kind of process."""
+    found: dict[str, float] = {}
+    for each in [process, *process.children(recursive=True)]:
+        try:
+            words, times = each.cmdline(), each.cpu_times()
+        except psutil.Error:
+            continue
+        kind = words[0] if words and words[0].startswith("ray::") else "ray's own"
+        if each.pid == process.pid:
+            kind = "server"
+        elif "optkit.runtime.process.worker" in words:
+            kind = "engines"
+        kind = (
+            "replicas"
+            if kind.startswith("ray::Worker")
+            else kind.partition(":")[0]
+            if "ray::" in kind
+            else kind
+        )
+        found[kind] = found.get(kind, 0.0) + times.user + times.system
+    return found
+
+
 @asynccontextmanager
 async def serving(*arguments: str) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the server that ``python -m`` with ``arguments`` starts."""
+    """A client of the server of ``python -m`` with ``arguments``."""
     command = [sys.executable, "-m", *arguments]
     process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
     try:
@@ -83,6 +108,7 @@ async def serving(*arguments: str) -> AsyncIterator[httpx.AsyncClient]:
             raise SystemExit(f"the server did not start: {line}")
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=url, timeout=120.0, limits=limits, trust_env=False) as client:
+            client.headers["x-server"] = str(process.pid)
             yield client
     finally:
         process.terminate()
@@ -157,7 +183,7 @@ async def load(ask: Any, args: argparse.Namespace) -> tuple[list[Timed], float]:
 
 
 async def alone(model: str, args: argparse.Namespace) -> tuple[list[Timed], float]:
-    """Engine processes of this process; each client has an engine."""
+    """Engine processes below the client's process; each client has an engine."""
     engines = [EngineClient(model, factory=MOCK_FACTORY) for _ in range(REPLICAS)]
     await asyncio.gather(*(engine.start() for engine in engines))
 
@@ -188,14 +214,20 @@ async def through_fleet(model: str, args: argparse.Namespace) -> tuple[list[Time
             return await streamed(client, ids, args.max_tokens)
 
         await asyncio.gather(*(streamed(client, [50 + index], 5) for index in range(STREAMS)))  # warm
-        return await load(ask, args)
+        server = psutil.Process(int(client.headers["x-server"]))
+        before = cpu_of(server)
+        answers, seconds = await load(ask, args)
+        tokens = sum(answer.num_tokens for answer in answers)
+        for kind, spent in cpu_of(server).items():
+            print(f"CPU us a token, {kind:12} {1e6 * (spent - before.get(kind, 0.0)) / tokens:6.0f}")
+        return answers, seconds
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["one", "many"])
+    parser.add_argument("what", choices=["client", "streams"])
     parser.add_argument("--artifact", default="artifact")
     parser.add_argument("--requests", type=int, default=20, help="of each server, or of each client")
     parser.add_argument("--prompt-tokens", type=int, default=128)
@@ -204,7 +236,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-result", type=Path)
     args = parser.parse_args(arguments)
-    result = asyncio.run(one(args) if args.what == "one" else many(args))
+    result = asyncio.run(one(args) if args.what == "client" else many(args))
     for name, value in result.items():
         print(f"{name:24} {value:.3f}" if isinstance(value, float) else f"{name:24} {value}")
     if args.save_result:

@@ -12,6 +12,7 @@ import typer
 
 from optkit.cli import console
 from optkit.cli.engine_flags import size, with_engine_flags
+from optkit.errors import UserError
 from optkit.extras import need_extra
 from optkit.recipe.engine_options import ACCESS
 
@@ -31,8 +32,8 @@ def deploy(
     address: Annotated[
         str | None,
         typer.Option(
-            help="URL of the cluster's Ray dashboard. Default: RAY_DASHBOARD_ADDRESS, or http://127.0.0.1:8265. The token "
-            "of a cluster with token authentication comes from RAY_AUTH_TOKEN or ~/.ray/auth_token."
+            help="URL of the cluster's Ray dashboard. Default: RAY_DASHBOARD_ADDRESS, or http://127.0.0.1:8265. The "
+            "token of a cluster with token authentication comes from RAY_AUTH_TOKEN or ~/.ray/auth_token."
         ),
     ] = None,
     print_format: Annotated[
@@ -44,6 +45,22 @@ def deploy(
         ),
     ] = None,
     replicas: Annotated[int, typer.Option(min=1, max=4096, help="Number of replicas.")] = 1,
+    max_replicas: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=4096,
+            help="Let the fleet grow up to so many replicas, and shrink to --replicas again: by the predicted time to "
+            "first token and the backlog of tokens. Default: --replicas, always.",
+        ),
+    ] = None,
+    ttft_target: Annotated[
+        float,
+        typer.Option(
+            min=0.001,
+            help="With --max-replicas: seconds to the first token (p95) beyond which the fleet grows.",
+        ),
+    ] = 2.0,
     name: Annotated[str, typer.Option(help="Name of the application; each name is a fleet.")] = "optkit",
     path_on_nodes: Annotated[
         str | None,
@@ -103,8 +120,8 @@ def deploy(
         str | None,
         typer.Option(
             rich_help_panel=ACCESS,
-            help="File with the keys of clients on the nodes, a key per line. Default: OPTKIT_API_KEY in the environment "
-            "of the nodes' Ray. Keys are never part of a config.",
+            help="File with the keys of clients on the nodes, a key per line. Default: OPTKIT_API_KEY in the "
+            "environment of the nodes' Ray. Keys are never part of a config.",
         ),
     ] = None,
     max_queue: Annotated[
@@ -116,8 +133,8 @@ def deploy(
         typer.Option(
             min=0,
             rich_help_panel=ACCESS,
-            help="Longest time from a request's arrival to its last token, in seconds; also the time that running answers "
-            "have when a replica leaves. 0: no limit.",
+            help="Longest time from a request's arrival to its last token, in seconds; also the time that running "
+            "answers have when a replica leaves. 0: no limit.",
         ),
     ] = 600.0,
     allowed_origins: Annotated[
@@ -132,7 +149,9 @@ def deploy(
     response_cache: Annotated[
         str,
         typer.Option(
-            rich_help_panel=ACCESS, metavar="SIZE", help="Memory of each server for whole answers, such as 256MiB."
+            rich_help_panel=ACCESS,
+            metavar="SIZE",
+            help="Memory of each server for whole answers, such as 256MiB.",
         ),
     ] = "0",
     image: Annotated[
@@ -143,8 +162,8 @@ def deploy(
         str,
         typer.Option(
             rich_help_panel=KUBERNETES,
-            help="PersistentVolumeClaim with the artifact, mounted read-only at /artifacts; without it the image has the "
-            "artifact at --path-on-nodes.",
+            help="PersistentVolumeClaim with the artifact, mounted read-only at /artifacts; without it the image has "
+            "the artifact at --path-on-nodes.",
         ),
     ] = "",
     secret: Annotated[
@@ -173,10 +192,13 @@ def deploy(
 
     from optkit.artifact.manifest import content_digest
     from optkit.artifact.open import Artifact
+    from optkit.fleet.autoscale import AutoscaleConfig
     from optkit.fleet.config import FleetConfig, HttpConfig
     from optkit.fleet.manifests import Pods, ray_service, serve_config
 
     opened = Artifact.open(artifact)
+    if max_replicas is not None and max_replicas < replicas:
+        raise UserError(f"it is below --replicas {replicas}", where=f"--max-replicas {max_replicas}")
     threads = engine_options.get("threads") or opened.recipe.serving.threads or 1
     config = FleetConfig(
         artifact=path_on_nodes or str(artifact.resolve()),
@@ -187,6 +209,9 @@ def deploy(
         cpus=cpus or float(threads),
         gpus=(0.0 if opened.recipe.target == "cpu" else 1.0) if gpus is None else gpus,
         drain_seconds=request_timeout or 3600.0,
+        autoscale=None
+        if max_replicas is None
+        else AutoscaleConfig(ttft_seconds=ttft_target, min_replicas=replicas, max_replicas=max_replicas),
         http=HttpConfig(
             host=host,
             served_model_names=tuple(served_model_name or ()),
@@ -213,7 +238,9 @@ def deploy(
     if timeout:
         cluster.wait(name, timeout)
     state = "runs" if timeout else "is being started"
-    console.stdout.print(f"{name} {state} on {cluster.address}: {replicas} replicas of {opened.name}, port {port}")
+    console.stdout.print(
+        f"{name} {state} on {cluster.address}: {replicas} replicas of {opened.name}, port {port}"
+    )
 
 
 def readable(dumper: Any) -> Any:

@@ -219,8 +219,9 @@ def serve(
             min=1,
             max=256,
             rich_help_panel=FLEET,
-            help="Serve the artifact by so many replicas on this machine, each an engine with its own weights, KV cache "
-            "and share of the cores. Ray Serve keeps them alive (needs optkit[fleet]). For more machines: optkit deploy.",
+            help="Serve the artifact by so many replicas on this machine, each an engine with its own weights, KV "
+            "cache and share of the cores. Ray Serve keeps them alive (needs optkit[fleet]). For more machines: optkit "
+            "deploy.",
         ),
     ] = None,
     log_format: Annotated[

@@ -25,9 +25,6 @@ from optkit.serve.quarantine import BLOCK_SECONDS, Remembered
 logger = logging.getLogger("optkit.fleet")
 
 REST_SECONDS = 0.25  # in which a replica that died or refused gets no request
-ONE_DEATH_SECONDS = (
-    1.0  # in which the streams of a replica report its death; a new engine takes longer to load
-)
 MOST_DEATHS = 2  # without an explanation, of a request
 
 
@@ -51,10 +48,12 @@ class Ledger:
     """Suspects, probations and blocks. ``name`` is a request's fingerprint, the same for a repeated request."""
 
     def __init__(self) -> None:
-        self._suspects = Remembered[int]()  # fingerprint -> tokens of the answer at the death
+        self._suspects = Remembered[
+            tuple[int, float]
+        ]()  # fingerprint -> tokens at the death, end of the suspicion
         self._blocked = Remembered[float]()  # fingerprint -> end of the block
         self._probations: dict[str, tuple[str, bytes]] = {}  # replica -> request on probation
-        self._deaths: dict[str, _Death] = {}  # replica -> a death of the last second
+        self._deaths: dict[str, _Death] = {}  # replica -> the last death
         self._resting: dict[str, float] = {}  # replica -> end of the rest
 
     @property
@@ -73,11 +72,14 @@ class Ledger:
         return frozenset(self._resting)
 
     def is_blocked(self, name: bytes, now: float) -> bool:
-        end = self._blocked.get(name)
-        if end is not None and end <= now:
-            del self._blocked[name]
-            end = None
-        return end is not None
+        return name in self._blocked and self._blocked[name] > now
+
+    def forget(self, now: float) -> None:
+        """Drop expired blocks and suspicions; the oldest come first."""
+        while self._blocked and next(iter(self._blocked.values())) <= now:
+            del self._blocked[next(iter(self._blocked))]
+        while self._suspects and next(iter(self._suspects.values()))[1] <= now:
+            del self._suspects[next(iter(self._suspects))]
 
     def is_suspect(self, name: bytes) -> bool:
         return name in self._suspects
@@ -102,30 +104,41 @@ class Ledger:
         if not self._is_on_probation(replica, request_id):
             return False
         name = self._probations[replica][1]
-        if not is_over and num_tokens <= self._suspects.get(name, 0):
+        if not is_over and num_tokens <= self._suspects.get(name, (0, 0.0))[0]:
             return False
         self._suspects.pop(name, None)
         del self._probations[replica]
         return True
 
     def died(
-        self, replica: str, request_id: str, name: bytes, num_tokens: int, num_deaths: int, now: float
+        self,
+        replica: str,
+        request_id: str,
+        name: bytes,
+        *,
+        since: float,
+        num_tokens: int,
+        num_deaths: int,
+        now: float,
     ) -> Verdict:
         """Judge a request that ``replica`` had begun when the replica died.
 
-        Each request of the replica calls this once; calls within ``ONE_DEATH_SECONDS`` are of one death.
+        Each request of the replica calls this once.
 
         Args:
+            since: the time at which the request was sent to the replica; a death before was another one.
             num_tokens: of the answer so far.
             num_deaths: unexplained deaths of the request before (``is_unexplained``).
         """
-        self._deaths = {r: death for r, death in self._deaths.items() if now - death.time < ONE_DEATH_SECONDS}
-        suspect, _ = self._probations.get(replica, (None, b""))
-        death = self._deaths.setdefault(replica, _Death(now, suspect))
+        death = self._deaths.get(replica)
+        if death is None or death.time < since:
+            suspect, _ = self._probations.get(replica, (None, b""))
+            death = self._deaths[replica] = _Death(now, suspect)
         if death.suspect == request_id:
             self.block(name, now)
             return Verdict.GUILTY
-        self._suspects.remember(name, max(num_tokens, self._suspects.get(name, 0)))
+        known, _ = self._suspects.get(name, (0, 0.0))
+        self._suspects.remember(name, (max(num_tokens, known), now + BLOCK_SECONDS))
         return Verdict.UNLUCKY if num_deaths + self.is_unexplained(replica) >= MOST_DEATHS else Verdict.MOVE
 
     def rest(self, replica: str, now: float) -> None:
@@ -133,7 +146,7 @@ class Ledger:
         self._resting[replica] = now + REST_SECONDS
 
     def is_unexplained(self, replica: str) -> bool:
-        """True if ``replica`` has just died with no suspect on board."""
+        """True if no suspect was on board at the last death of ``replica``."""
         death = self._deaths.get(replica)
         return death is not None and death.suspect is None
 

@@ -1,10 +1,10 @@
 """Failover: an answer whose replica dies goes on with another replica; the client sees a pause.
 
 The tokens of an answer are a function of the prompt, the parameters and the tokens before: numbers for drawing are
-counted (``hash(seed, n)``), a constraint's state follows from the tokens, and kernels round alike in every batch. So the
-prompt and the tokens so far, sent to another replica of the same artifact as ``EngineRequest.continued``, give the rest
-of the same answer. Greedy and seeded answers are equal byte for byte. Text is made from tokens in the API process, which
-lives on. The second replica computes the KV of the tokens again, or finds it in its cache.
+counted (``hash(seed, n)``), a constraint's state follows from the tokens, and kernels round alike in every batch. So
+the prompt and the tokens so far, sent to another replica of the same artifact as ``EngineRequest.continued``, give the
+rest of the same answer. Greedy and seeded answers are equal byte for byte. Text is made from tokens in the API
+process, which lives on. The second replica computes the KV of the tokens again, or finds it in its cache.
 
     choose a replica ──▶ stream ──▶ end
         ▲                   │ ReplicaGone
@@ -36,6 +36,7 @@ logger = logging.getLogger("optkit.fleet")
 
 PATIENCE_SECONDS = 30.0
 RETRY_SECONDS = 0.1  # between two attempts to find a replica, when nothing wakes a waiting request
+LEAST_SECONDS = 0.001  # a wait worth beginning
 
 
 class Wanted(NamedTuple):
@@ -87,6 +88,7 @@ class _Stream:
     request: EngineRequest
     tokens: list[int] = field(default_factory=list)
     version: str | None = None
+    placed: float = 0.0  # the time at which the last replica was chosen
     num_deaths: int = 0  # unexplained, with the request begun
     num_migrations: int = 0
     num_scored: int = 0  # prompt logprobs that the client has
@@ -169,6 +171,7 @@ class Failover:
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
         """Outputs until an output has a ``finish_reason``. Closing or cancelling the generator aborts the request."""
         stream = _Stream(request)
+        self.ledger.forget(self._clock())
         while True:
             if not self.ledger.is_empty and self.ledger.is_blocked(stream.name, self._clock()):
                 yield refusal(request)
@@ -201,9 +204,10 @@ class Failover:
             avoid |= self.ledger.probing if is_suspect else frozenset()
             placed = await self._choose(Wanted(stream.rest, stream.version, avoid))
             if placed is not None and self._may_run(stream, placed, is_suspect):
+                stream.placed = self._clock()
                 return placed
             left = until - self._clock()
-            if left <= 0:
+            if left < LEAST_SECONDS:
                 return None
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), min(left, RETRY_SECONDS))
@@ -265,7 +269,13 @@ class Failover:
         if not gone.was_begun:
             return Verdict.MOVE
         name, count = stream.name, stream.num_deaths
-        verdict = ledger.died(replica, stream.request.request_id, name, stream.num_tokens, count, now)
+        verdict = ledger.died(
+            *(replica, stream.request.request_id, name),
+            since=stream.placed,
+            num_tokens=stream.num_tokens,
+            num_deaths=count,
+            now=now,
+        )
         stream.num_deaths += ledger.is_unexplained(replica)
         logger.warning("request %s: %s; %s", stream.request.request_id, gone, verdict.value)
         return verdict

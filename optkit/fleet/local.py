@@ -1,13 +1,15 @@
-"""A replica in the same process: an engine under its supervisor, with reports and an end without lost requests."""
+"""A replica in the same process: an engine under a supervisor, with reports and an end without lost requests."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Protocol, cast
 
+from optkit.fleet.autoscale import Meter, ReplicaLoad
 from optkit.fleet.replica import Mark, ReplicaGone, ReplicaReport, Work, replica_report
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.pooling import Pooling
@@ -22,7 +24,7 @@ DRAINING = "the replica takes no new requests"
 
 
 class ReportingEngine(AsyncEngine, Protocol):
-    """An engine that reports to a router, such as ``optkit.serve.supervisor.EngineSupervisor``."""
+    """An engine with reports for a router, for example ``optkit.serve.supervisor.EngineSupervisor``."""
 
     async def report(self, since: Mark) -> Reported:
         """Load, predicted times, and the changes of the cached blocks after ``since``."""
@@ -38,6 +40,8 @@ class LocalReplica:
 
     def __init__(self, engine: ReportingEngine, replica_id: str, version: str = "") -> None:
         self._engine, self.replica_id, self._version = engine, replica_id, version
+        self._meter: Meter | None = None
+        self._reported: ReplicaReport | None = None
         self._running = 0
         self._is_draining = False
         self._idle = asyncio.Event()
@@ -56,6 +60,8 @@ class LocalReplica:
                     if output.error in DEATHS:
                         was_begun = output.error == ENGINE_DIED
                         raise ReplicaGone(output.error, was_begun=was_begun, replica_id=self.replica_id)
+                    if output.first is not None and self._meter is not None:
+                        self._meter.first_token(output.first, time.monotonic())
                     yield output
         finally:
             self._running -= 1
@@ -64,7 +70,7 @@ class LocalReplica:
 
     async def report(self, since: Mark) -> ReplicaReport:
         answer = await self._engine.report(since)
-        return replica_report(
+        self._reported = replica_report(
             answer.report or EngineReport(),
             self.replica_id,
             self._version,
@@ -74,6 +80,16 @@ class LocalReplica:
             num_restarts=self._engine.num_restarts,
             is_restarting=self._engine.is_restarting,
         )
+        return self._reported
+
+    def load(self) -> ReplicaLoad:
+        """The work of the replica by the last report, for autoscaling; to be asked for about once a second."""
+        info = self._engine.info
+        if self._reported is None or info is None:
+            return ReplicaLoad()
+        if self._meter is None:
+            self._meter = Meter(info.config.max_num_seqs)
+        return self._meter.observe(self._reported, time.monotonic())
 
     async def drain(self) -> None:
         self._is_draining = True
@@ -98,7 +114,7 @@ class LocalReplica:
         return await self._engine.start_profile(steps)
 
     async def stop_profile(self, directory: str) -> Profiled:
-        """The profile, written into ``directory``, which is made where it is missing."""
+        """The profile, written into ``directory``, made where missing."""
         Path(directory).mkdir(parents=True, exist_ok=True)
         return await self._engine.stop_profile(directory)
 

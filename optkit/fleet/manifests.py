@@ -26,7 +26,7 @@ class Pods:
 
     Attributes:
         image: with optkit[fleet], the same Python and Ray on all pods.
-        claim: name of the PersistentVolumeClaim with the artifact, mounted read-only; empty: the image has it.
+        claim: name of the PersistentVolumeClaim with the artifact, mounted read-only; empty: in the image.
         mount: where the claim is mounted.
         secret: name of the Secret with ``api-key`` and ``ray-token``.
         ray_version: of the image.
@@ -42,7 +42,7 @@ class Pods:
 
 
 def serve_config(config: FleetConfig, name: str, port: int) -> dict[str, Any]:
-    """The config of Ray Serve with one application, for ``serve deploy`` and the dashboard's REST API."""
+    """The config of Ray Serve with an application, for ``serve deploy`` and the dashboard's REST API."""
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": config.http.host, "port": port, "keep_alive_timeout_s": 90},
@@ -58,7 +58,7 @@ def application(config: FleetConfig, name: str) -> dict[str, Any]:
         "import_path": IMPORT_PATH,
         "args": config.to_args(),
         "deployments": [
-            {"name": "EngineReplica", "num_replicas": config.replicas},
+            *([] if config.autoscale else [{"name": "EngineReplica", "num_replicas": config.replicas}]),
             {"name": "Api", "num_replicas": config.servers},
         ],
     }
@@ -75,6 +75,7 @@ def ray_service(config: FleetConfig, name: str, port: int, pods: Pods) -> dict[s
         "spec": {
             "serveConfigV2": yaml.safe_dump(serve_config(config, name, port), sort_keys=False),
             "rayClusterConfig": {
+                **({"enableInTreeAutoscaling": True} if config.autoscale else {}),
                 "rayVersion": pods.ray_version,
                 "headGroupSpec": {
                     "rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0"},
@@ -86,8 +87,8 @@ def ray_service(config: FleetConfig, name: str, port: int, pods: Pods) -> dict[s
                     {
                         "groupName": "replicas",
                         "replicas": config.replicas,
-                        "minReplicas": config.replicas,
-                        "maxReplicas": config.replicas,
+                        "minReplicas": config.autoscale.min_replicas if config.autoscale else config.replicas,
+                        "maxReplicas": config.most_replicas,
                         "rayStartParams": {},
                         "template": _pod("ray-worker", _resources(config, pods), pods, {}),
                     }

@@ -1,4 +1,4 @@
-"""Metrics of a fleet beside those of an engine: replicas by state, load of each, and answers that went on elsewhere."""
+"""Metrics of a fleet beside an engine's metrics: replicas by state, load of each, and answers continued elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STATES = ("ready", "draining", "restarting", "lost")
 
 
 class FleetMetrics(Collector):
-    """Collects from ``engine`` at scrape time. Replicas are labelled by their ids, of which a scrape has the present."""
+    """Collects from ``engine`` at scrape time. Labels are the ids of the present replicas."""
 
     def __init__(self, engine: FleetEngine) -> None:
         self._engine = engine
@@ -54,7 +54,7 @@ class FleetMetrics(Collector):
 
 
 def state_of(report: ReplicaReport, is_ready: bool) -> str:
-    """One of ``STATES``."""
+    """The state of a replica, out of ``STATES``."""
     if is_ready:
         return "ready"
     if report.is_draining:

@@ -53,7 +53,7 @@ class MockModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     Attributes:
         step_seconds: of every step, so about the time per output token.
-        prompt_tokens_per_second: beyond the first 64 tokens of a step, which ``step_seconds`` pays for.
+        prompt_tokens_per_second: computed beside that; a token of a running answer takes as long as one of a prompt.
         row_seconds: of each row of logits.
         pair_seconds: of each pair of a prompt's token and an earlier token.
         context_seconds: of each earlier token of a decoding request.
@@ -90,7 +90,7 @@ class MockModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """The seconds of steps."""
         token = 1 / self.prompt_tokens_per_second
         return StepCosts(
-            (self.step_seconds, 0.0, token, self.row_seconds, self.pair_seconds, self.context_seconds)
+            (self.step_seconds, token, token, self.row_seconds, self.pair_seconds, self.context_seconds)
         )
 
     def answer(self, prompt: Sequence[int], length: int) -> list[int]:
@@ -101,7 +101,7 @@ class MockModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return ids[len(prompt) :]
 
     def likely_after(self, ids: np.ndarray) -> np.ndarray:
-        """The tokens [``NUM_LIKELY``] that may follow ``ids`` [n] int64, the most likely first; repeats are possible."""
+        """The tokens [``NUM_LIKELY``] that may follow ``ids`` [n] int64, the most likely first; some may repeat."""
         seed = zlib.crc32(ids.tobytes(), self.answers)
         mixed = np.arange(1, NUM_LIKELY + 1, dtype=np.uint64) * np.uint64(GOLDEN) + np.uint64(seed)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(MIX)  # splitmix64, which wraps around

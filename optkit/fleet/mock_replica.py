@@ -91,6 +91,11 @@ class MockReplica:
         if was_alive and self.on_death is not None:
             self.on_death(self)
 
+    async def stop(self) -> None:
+        """End the replica."""
+        self.on_death = None
+        self.kill()
+
     async def generate(self, work: Work) -> AsyncGenerator[TokenOutput, None]:
         request = work.request
         name, engine = request.request_id, self._engine
@@ -144,6 +149,7 @@ class MockReplica:
             kv_blocks_used=stats.kv_blocks_used,
             kv_blocks_total=stats.kv_blocks_total,
             block_size=engine.config.block_size,
+            stats=stats,
         )
 
     async def drain(self) -> None:

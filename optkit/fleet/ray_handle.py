@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Any
 
 import ray
@@ -73,7 +73,7 @@ class RayStub:
 
 
 class RayMembers:
-    """The replicas of the application ``app``: its named actors, looked up every ``LIST_SECONDS``."""
+    """The replicas of the application ``app``: the named actors, looked up every ``LIST_SECONDS``."""
 
     def __init__(self, app: str) -> None:
         self._app = app
@@ -85,7 +85,7 @@ class RayMembers:
                 actors = await asyncio.to_thread(self._actors, present.keys())
             except RayError as error:  # the head node restarts; replicas that live go on
                 log.warning("the cluster's actors can't be listed: %s", first_line(error))
-                actors = {name: None for name in present}
+                actors = dict.fromkeys(present)
             if actors.keys() != present.keys():
                 kept = {name: present[name] for name in present.keys() & actors.keys()}
                 come = {name: actor for name, actor in actors.items() if actor is not None}
@@ -93,8 +93,8 @@ class RayMembers:
                 yield list(present.values())
             await asyncio.sleep(LIST_SECONDS)
 
-    def _actors(self, known: Sequence[str]) -> dict[str, ActorHandle | None]:
-        """The actors by replica id; None for a known one. Blocks for a call to the head node."""
+    def _actors(self, known: Collection[str]) -> dict[str, ActorHandle | None]:
+        """The actors by replica id; None for a known actor. Blocks for a call to the head node."""
         prefix = worker_name(self._app, "")
         entries = list_named_actors(all_namespaces=True)
         names = [entry["name"] for entry in entries if entry["namespace"] == NAMESPACE]

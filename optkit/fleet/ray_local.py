@@ -1,7 +1,7 @@
-"""A fleet on this machine (imports Ray): ``optkit serve artifact/ --replicas N``.
+"""A fleet on the local machine (imports Ray): ``optkit serve artifact/ --replicas N``.
 
-The HTTP server is this process, as without a fleet; Ray Serve keeps the replicas. The local Ray listens on loopback,
-asks for a token made at the start, and ends with this process.
+The HTTP server is the command's own process, as without a fleet; Ray Serve keeps the replicas. The local Ray listens on
+loopback, asks for a token made at the start, and ends with the command.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ import logging
 import os
 import secrets
 import socket
-import threading
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optkit.artifact.manifest import content_digest
 from optkit.artifact.open import Artifact
 from optkit.errors import UserError, first_line
+from optkit.fleet.call_thread import CallThread
 from optkit.fleet.cluster import reason_in
 from optkit.fleet.config import FleetConfig, threads_each
 from optkit.fleet.engine import FleetEngine
@@ -43,7 +42,9 @@ ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_DEDUP_LOGS": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
+    "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",  # else SIGTERM, the usual end, prints a stack
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on each system: Ray's ports are on loopback alone
 }
 
 
@@ -53,7 +54,7 @@ def run(
     replicas: int,
     announce: Callable[[str], None] = print_line,
 ) -> int:
-    """Serve ``replicas`` replicas of an artifact on this machine until a signal; returns the exit code.
+    """Serve ``replicas`` replicas of an artifact on the local machine until a signal; returns the exit code.
 
     Raises:
         UserError: as ``optkit.serve.server.run``, or Ray does not start.
@@ -86,8 +87,15 @@ def serve_fleet(
         return runner.run(_FleetServer(artifact, config, options, sock, announce).run())
 
 
+def set_environment() -> None:
+    """Set Ray's environment variables where the user has not. Ray reads the variables on import."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
 class LocalRay:
-    """A Ray cluster of this machine alone, with Serve and the replicas of ``config``."""
+    """A Ray cluster of the local machine alone, with Serve and the replicas of ``config``."""
 
     def __init__(self, config: FleetConfig) -> None:
         self._config = config
@@ -98,15 +106,14 @@ class LocalRay:
         Raises:
             UserError: Ray does not start.
         """
-        for name, value in ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        set_environment()
         import ray
         from ray import serve
 
         from optkit.fleet.ray_replica import NAMESPACE, replica_deployment
 
         config = self._config
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         try:
             ray.init(
                 address="local",
@@ -114,8 +121,7 @@ class LocalRay:
                 include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES,
                 namespace=NAMESPACE,
-                logging_level=logging.WARNING,
-                _node_ip_address="127.0.0.1",  # the only address of Ray's ports
+                logging_level=logging.ERROR,
             )
             serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
             target = serve.RunTarget(
@@ -142,7 +148,7 @@ class LocalRay:
         return reason_in(" ".join([found.message, *texts]))
 
     def stop(self) -> None:
-        """End Ray with all its processes."""
+        """End Ray with all processes."""
         import ray
 
         ray.shutdown()
@@ -162,22 +168,23 @@ class _FleetServer(ServerProcess):
         super().__init__(options, sock, announce)
         self._artifact, self._config = artifact, config
         self._ray = LocalRay(config)
+        self._calls = CallThread()
         self._engine: FleetEngine | None = None
         self._starting: asyncio.Future[None] | None = None
 
     async def make_app(self) -> tuple[FastAPI, str, str]:
-        self._starting = asyncio.ensure_future(in_thread(self._ray.start))
+        self._starting = asyncio.ensure_future(self._calls.run(self._ray.start))
         await asyncio.shield(self._starting)
         from optkit.fleet.ray_handle import RayMembers
 
         self._engine = FleetEngine(RayMembers(APP), Router(digest_secret(APP)))
         making = asyncio.create_task(
-            fleet_app(self._engine, self._artifact, self._options, self._config.replicas)
+            fleet_app(self._engine, self._artifact, self._options, self._config.most_replicas)
         )
         try:
             while not making.done():
                 await asyncio.wait([making], timeout=STATUS_SECONDS)
-                problem = None if making.done() else await in_thread(self._ray.problem)
+                problem = None if making.done() else await self._calls.run(self._ray.problem)
                 if problem:
                     raise UserError(f"no replica starts: {problem}", where="--replicas")
             app, info = making.result()
@@ -194,7 +201,8 @@ class _FleetServer(ServerProcess):
         """End the server when no replica is there and none will come."""
         while True:
             await asyncio.sleep(10 * STATUS_SECONDS)
-            if self._engine and not self._engine.is_healthy and await in_thread(self._ray.problem):
+            is_lost = self._engine is not None and not self._engine.is_healthy
+            if is_lost and await self._calls.run(self._ray.problem) is not None:
                 self.fail()
                 return
 
@@ -209,26 +217,4 @@ class _FleetServer(ServerProcess):
             await self._engine.stop()
         if self._starting is not None:
             await asyncio.wait([self._starting])  # a Ray that is half started can't be stopped
-            await in_thread(self._ray.stop)
-
-
-async def in_thread(call: Callable[[], Any]) -> Any:
-    """The result of a blocking call. A cancelled caller leaves the call alone, also at the end of the process."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def finish(value: Any, error: BaseException | None) -> None:
-        if not done.done():
-            done.set_exception(error) if error else done.set_result(value)
-
-    def work() -> None:
-        value, error = None, None
-        try:
-            value = call()
-        except Exception as caught:  # noqa: BLE001 - raised by the caller
-            error = caught
-        with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(finish, value, error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return await done
+            await self._calls.run(self._ray.stop)

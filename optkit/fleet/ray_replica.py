@@ -1,8 +1,8 @@
 """A replica in a Ray cluster (imports Ray): a deployment of Ray Serve, and an actor with the engine.
 
-Serve starts, places, checks, scales and replaces ``EngineReplica``s, and no request passes through one. Each starts a
+Serve starts, places, checks, scales and replaces ``EngineReplica``s, and requests go elsewhere: each starts a
 ``Worker``: an actor with a supervisor and an engine process, called by servers directly. Both end together, so Serve
-replaces both. An engine that dies alone is started again by the worker's supervisor.
+replaces both. After the death of an engine alone the worker's supervisor starts another.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import logging
 import os
 from typing import Any
 
+import msgspec
 import ray
 from ray import serve
 from ray.exceptions import RayError
 
 from optkit.errors import UserError, first_line
+from optkit.fleet.autoscale import metrics_of
 from optkit.fleet.config import FleetConfig, read_config
 from optkit.fleet.local import LocalReplica
 from optkit.fleet.replica import ReplicaGone
@@ -45,13 +47,18 @@ class Worker(ServedReplica):
         self._supervisor: EngineSupervisor | None = None
 
     async def start(self) -> str | None:
-        """Load the engine; returns the error of a config or an artifact that can't be served, in one line."""
+        """Load the engine; returns the error of a config or an unusable artifact, as a line."""
         try:
             self._supervisor = await _supervised(self._config, self._secret)
         except UserError as error:
             return error.line()
-        super().__init__(LocalReplica(self._supervisor, self._replica_id, self._config.digest))
+        self._local = LocalReplica(self._supervisor, self._replica_id, self._config.digest)
+        super().__init__(self._local)
         return None
+
+    async def load(self) -> dict[str, float]:
+        """The work of the replica, as metrics of Ray Serve."""
+        return metrics_of(self._local.load())
 
     async def report(self, since: bytes) -> bytes:
         if self._supervisor is None:
@@ -101,9 +108,9 @@ async def _supervised(config: FleetConfig, secret: bytes) -> EngineSupervisor:
 
 
 class EngineReplica:
-    """The part of a replica that Ray Serve manages."""
+    """The part of a replica under Ray Serve's management."""
 
-    async def __init__(self, args: dict[str, Any]) -> None:
+    async def __init__(self, args: dict[str, Any]) -> None:  # type: ignore[misc]
         config, context = read_config(args), serve.get_replica_context()
         name = context.replica_id.unique_id
         actor = ray.remote(Worker).options(  # type: ignore[attr-defined]
@@ -129,6 +136,10 @@ class EngineReplica:
         log.error("the replica ends: %s", reason)
         os._exit(1)
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """The metrics for the autoscaling policy; called by Serve."""
+        return await self._worker.load.remote()  # type: ignore[no-any-return]
+
     async def __del__(self) -> None:
         """Let running answers finish, then end the engine; Serve sends no replica away in another way."""
         watching = getattr(self, "_watching", None)
@@ -145,13 +156,34 @@ def worker_name(app: str, replica_id: str) -> str:
     return f"{app}/{replica_id}"
 
 
+def replica_count(config: FleetConfig) -> dict[str, Any]:
+    """The number of replicas as options of a deployment: fixed, or by the autoscaling policy alone."""
+    if config.autoscale is None:
+        return {"num_replicas": config.replicas}
+    policy = {
+        "policy_function": "optkit.fleet.autoscale:PredictedTtftPolicy",
+        "policy_kwargs": msgspec.to_builtins(config.autoscale),
+    }
+    scaling = {
+        "min_replicas": config.autoscale.min_replicas,
+        "initial_replicas": config.replicas,
+        "max_replicas": config.autoscale.max_replicas,
+        "metrics_interval_s": 1.0,
+        "look_back_period_s": 2.0,
+        "upscale_delay_s": 0.0,  # the policy has delays of its own
+        "downscale_delay_s": 0.0,
+        "policy": policy,
+    }
+    return {"autoscaling_config": scaling}
+
+
 def replica_deployment(config: FleetConfig) -> serve.Deployment:
-    """The deployment of the replicas: all of one replica on one node, as many replicas as the config says."""
+    """The deployment of the replicas: each on a single node, as many replicas as the config says."""
     bundle = {"CPU": config.cpus} | ({"GPU": config.gpus} if config.gpus else {})
     return serve.deployment(  # type: ignore[no-any-return]
         EngineReplica,
         name="EngineReplica",
-        num_replicas=config.replicas,
+        **replica_count(config),
         ray_actor_options={"num_cpus": 0},
         placement_group_bundles=[bundle],
         placement_group_strategy="STRICT_PACK",

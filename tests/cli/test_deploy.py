@@ -36,6 +36,17 @@ def test_serve_prints_the_config_of_the_artifact(artifact: Path, capsys: pytest.
     assert "very-secret" not in text
 
 
+def test_a_fleet_that_grows_names_its_limits(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--replicas", "2", "--max-replicas", "6", "--ttft-target", "0.7", "--print", "serve"]
+    assert run(["deploy", str(artifact), *flags]) == 0
+    (app,) = yaml.safe_load(capsys.readouterr().out)["applications"]
+    config = read_config(app["args"])
+    assert config.autoscale is not None and config.most_replicas == 6
+    assert (config.autoscale.min_replicas, config.autoscale.ttft_seconds) == (2, 0.7)
+    assert [part["name"] for part in app["deployments"]] == ["Api"]
+    assert run(["deploy", str(artifact), "--replicas", "2", "--max-replicas", "1"]) == 2
+
+
 def test_kuberay_prints_a_manifest_with_references_to_secrets(
     artifact: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,14 +74,15 @@ def test_deploy_sends_the_config_and_waits(
             calls.append((name, timeout))
 
     monkeypatch.setattr(cluster, "Cluster", Recorded)
-    assert run(["deploy", str(artifact), "--address", "http://head:8265", "--name", "chat", "--timeout", "5"]) == 0
+    assert (
+        run(["deploy", str(artifact), "--address", "http://head:8265", "--name", "chat", "--timeout", "5"])
+        == 0
+    )
     assert calls == [("http://head:8265", "very-secret"), "chat", ("chat", 5.0)]
     assert "chat runs on http://head:8265" in capsys.readouterr().out
 
 
-def test_refusals_are_one_line(
-    artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refusals_are_one_line(artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["deploy", str(artifact), "--address", "http://127.0.0.1:9"]) == 2
     assert "no Ray cluster answers here" in capsys.readouterr().err
     assert run(["deploy", str(tmp_path / "nowhere")]) == 2

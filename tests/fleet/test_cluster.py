@@ -37,7 +37,7 @@ def cluster(answer: Callable[[httpx.Request], httpx.Response], token: str | None
 
 
 def test_other_applications_stay_and_the_own_one_is_replaced() -> None:
-    other = {"name": "other", "import_path": "x:y", "args": {}}
+    other = {"name": "other", "route_prefix": "/other", "import_path": "x:y", "args": {}}
     board = Dashboard(
         {
             "other": {"deployed_app_config": other, "status": "RUNNING"},
@@ -48,6 +48,12 @@ def test_other_applications_stay_and_the_own_one_is_replaced() -> None:
     cluster(board, "secret").deploy(CONFIG)
     assert board.puts[0]["applications"] == [other, *CONFIG["applications"]]
     assert board.headers["authorization"] == "Bearer secret"
+
+
+def test_two_applications_have_no_path_in_common() -> None:
+    other = {"name": "other", "route_prefix": "/", "import_path": "x:y"}
+    with pytest.raises(UserError, match="other has the path / already"):
+        cluster(Dashboard({"other": {"deployed_app_config": other}})).deploy(CONFIG)
 
 
 def test_wait_returns_when_it_runs_and_tells_why_it_failed() -> None:

@@ -11,9 +11,9 @@ import pytest
 
 from optkit.fleet.engine import FleetEngine
 from optkit.fleet.failover import Failover
+from optkit.runtime.prefill import PinInfo
 from optkit.runtime.process.client import ENGINE_DIED, ENGINE_GONE
 from optkit.runtime.process.ipc import PinList
-from optkit.runtime.prefill import PinInfo
 from optkit.runtime.types import EngineRequest, EngineStats, FinishReason, TokenOutput
 from tests.support.fleet import ChangingMembers, ask, fleet, fleet_of, local, on_loop, soon, tokens_of, within
 from tests.support.serve_fakes import FakeEngine, SteppedEngine

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from bench.fleet.mock_fleet import MockFleet
+from bench.fleet.local_fleet import MockFleet
 from optkit.fleet.failover import Failover, Placed, Wanted
 from optkit.fleet.mock import MockModel, mock_engine
 from optkit.fleet.replica import ReplicaGone, Work
@@ -88,7 +88,8 @@ def test_generate_goes_on_with_the_same_answer_when_the_replica_is_killed(params
     assert sum(output.first is not None for output in outputs) == 1
     assert outputs[-1].num_migrations == 1 and outputs[0].num_migrations == 0
     (migration,) = fleet.migrations
-    assert migration.was_begun and 0 < migration.num_tokens < 20 and migration.seconds == pytest.approx(0.01)
+    assert migration.was_begun and migration.num_tokens == 7
+    assert migration.seconds == pytest.approx(0.01 + 10 / 3000), "a step with ten tokens"
 
 
 def test_generate_moves_a_request_that_was_not_begun_as_often_as_needed() -> None:
@@ -190,8 +191,12 @@ def test_generate_reports_prompt_logprobs_and_the_first_token_once() -> None:
     request = asked("a", [40, 41, 42], prompt_logprobs=0)
     scores = tuple(TokenLogprob(token, -1.0) for token in (41, 42))
     one = TokenOutput(request_id="a", token_ids=(), prompt_logprobs=scores[:1])
-    two = TokenOutput(request_id="a", token_ids=(50,), prompt_logprobs=scores[1:], first=FIRST, num_preemptions=2)
-    both = TokenOutput(request_id="a", token_ids=(51,), prompt_logprobs=scores, first=FIRST, num_preemptions=1)
+    two = TokenOutput(
+        request_id="a", token_ids=(50,), prompt_logprobs=scores[1:], first=FIRST, num_preemptions=2
+    )
+    both = TokenOutput(
+        request_id="a", token_ids=(51,), prompt_logprobs=scores, first=FIRST, num_preemptions=1
+    )
     end = TokenOutput(request_id="a", token_ids=(), stop_token=3, finish_reason=FinishReason.STOP)
     first, second = Scripted("r1", one, two, 1), Scripted("r2", both, end)
     outputs = scripted(request, first, second)
@@ -282,7 +287,9 @@ class FailoverHistory(RuleBasedStateMachine):
     @initialize(replicas=st.integers(1, 3), restart=st.sampled_from([0.1, 2.0]))
     def start(self, replicas: int, restart: float) -> None:
         self.loop = VirtualLoop()
-        self.fleet: MockFleet = self.loop.run_until_complete(fleet_of(replicas, restart_seconds=restart, patience_seconds=1000.0))
+        self.fleet: MockFleet = self.loop.run_until_complete(
+            fleet_of(replicas, restart_seconds=restart, patience_seconds=1000.0)
+        )
         self.requests: dict[str, EngineRequest] = {}
         self.answers: dict[str, asyncio.Task[list[TokenOutput]]] = {}
         self.begun_at_deaths: dict[str, int] = {}
@@ -306,7 +313,8 @@ class FailoverHistory(RuleBasedStateMachine):
         replica = replicas[which % len(replicas)]
         for name, stream in replica._streams.items():
             self.begun_at_deaths[name] = self.begun_at_deaths.get(name, 0) + stream.is_begun
-        replica.kill()
+        self.loop.call_soon(replica.kill)
+        self.loop.settle()
 
     @precondition(lambda self: self.answers)
     @rule(data=st.data())
@@ -347,4 +355,4 @@ class FailoverHistory(RuleBasedStateMachine):
 
 
 TestFailoverHistory = FailoverHistory.TestCase
-TestFailoverHistory.settings = settings(deadline=None, max_examples=40, stateful_step_count=30)
+TestFailoverHistory.settings = settings(deadline=None, max_examples=20, stateful_step_count=30)

@@ -22,5 +22,7 @@ def test_the_token_comes_from_where_ray_looks(tmp_path: Path, monkeypatch: pytes
 def test_the_secret_of_digests_is_that_of_the_fleet_and_its_token() -> None:
     token = {"RAY_AUTH_TOKEN": "a"}
     assert digest_secret("fleet", token) == digest_secret("fleet", dict(token))
-    assert len({digest_secret("fleet", token), digest_secret("other", token), digest_secret("fleet", {})}) == 3
+    assert (
+        len({digest_secret("fleet", token), digest_secret("other", token), digest_secret("fleet", {})}) == 3
+    )
     assert len(digest_secret("fleet", token)) == SECRET_BYTES

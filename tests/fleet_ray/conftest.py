@@ -17,10 +17,11 @@ import pytest
 
 from optkit.fleet.config import FleetConfig
 from optkit.fleet.mock import MOCK_FACTORY, MockModel
-from optkit.fleet.ray_local import LocalRay
+from optkit.fleet.ray_local import LocalRay, set_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 180.0
+set_environment()  # before a test module imports Ray
 
 
 def mock_config(replicas: int, model: MockModel) -> FleetConfig:

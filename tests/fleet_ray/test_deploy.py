@@ -55,7 +55,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     environment = {**os.environ, **secret, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         [
-            *(str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--num-cpus", "2"),
+            *(str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--num-cpus", "4"),
             *("--node-ip-address", "127.0.0.1", "--port", str(free_port()), "--dashboard-port", str(port)),
             *("--object-store-memory", str(100 * 2**20), "--disable-usage-stats"),
         ],
@@ -108,6 +108,9 @@ def test_another_token_is_refused(head: Head) -> None:
 
 
 def test_a_node_without_the_artifact_says_so(head: Head) -> None:
-    done = head.deploy(ARTIFACT, "--name", "lost", "--path-on-nodes", "/nowhere", "--host", "127.0.0.1")
+    where = ("--path-on-nodes", "/nowhere", "--host", "127.0.0.1", "--name", "lost")
+    done = head.deploy(ARTIFACT, *where)
+    assert done.returncode == 2 and "has the path / already" in done.stderr
+    done = head.deploy(ARTIFACT, *where, "--root-path", "/lost")
     assert done.returncode == 2
     assert "/nowhere" in done.stderr and "Traceback" not in done.stderr

@@ -83,7 +83,7 @@ async def test_an_answer_survives_the_death_of_its_actor_and_serve_brings_anothe
         assert running.longest_pause < 1.5
         await ready(engine, 1)
         await ready(engine, 2)
-        print(f"\npause {running.longest_pause:.2f} s, capacity back after {time.monotonic() - killed:.1f} s")
+        assert time.monotonic() - killed < 60.0  # 12 s on an idle machine
         assert serving not in [report.replica_id for report in engine.reports]
 
 

@@ -29,6 +29,7 @@ STEP_SHARE = 0.25  # of the TTFT bound: the longest step
 MIN_CHUNK = 64  # tokens; smaller chunks cost throughput and save hardly any time
 DEFAULT_STEP_SECONDS = 0.25
 NEVER = math.inf  # the rank of requests without an answer, after all others
+AT_ONCE = -math.inf  # the rank of continued answers, whose clients already read
 
 
 def ttft_deadline(ttft: float, alone: float) -> float:

@@ -39,7 +39,7 @@ from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.scheduling.cost_model import CostModel, step_work
 from optkit.runtime.scheduling.drafts import Drafts, Proposer
 from optkit.runtime.scheduling.forecast import Forecast
-from optkit.runtime.scheduling.policy import NEVER, make_policy, seconds, ttft_deadline
+from optkit.runtime.scheduling.policy import AT_ONCE, NEVER, make_policy, seconds, ttft_deadline
 from optkit.runtime.scheduling.prefill_only import ANYTHING, Background
 from optkit.runtime.scheduling.step_sizes import StepSizes
 from optkit.runtime.types import (
@@ -151,13 +151,18 @@ class Scheduler:
             raise EngineRefusal(reason)
         request.times.queued = self.clock()
         work = request.num_uncached = request.num_pending - self.kv.cached_tokens(request)
-        rank = NEVER if background else self.policy.rank(received, work)
-        request.rank = (rank, self._num_added)
+        request.rank = (self._rank_of(received, work), self._num_added)
         if self.config.enforce_ttft_slo and not background and not received.continued:
             self._refuse_late(request, work)
         self._num_added += 1
         self._requests[received.request_id] = request
         bisect.insort(self.waiting, request, key=_rank)
+
+    def _rank_of(self, received: EngineRequest, work: int) -> float:
+        """The place of a request with ``work`` prompt tokens to compute."""
+        if received.prefill is not None:
+            return NEVER
+        return AT_ONCE if received.continued else self.policy.rank(received, work)
 
     def _refusal(self, received: EngineRequest) -> str | None:
         """The reason why a request can never be served, or None."""
