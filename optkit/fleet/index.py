@@ -7,8 +7,8 @@ For each replica a table of keys (``optkit.fleet.digests``), filled from two sid
 - *Expectations*: a request was just sent to the replica, so the replica will have the blocks of the prompt. An
   expected block is a hit for the next prompt at once, and is forgotten unless a report confirms the block in time.
 
-A report counts from the mark in its question. Any other report would leave wrong entries, and is left out; the next
-question repeats the mark. Thus one question after a gap makes the table right.
+A report counts from the mark in the question. Any other report would leave wrong entries, and is left out; the next
+question repeats the mark. Thus a single question after a gap makes the table right.
 
 Memory: a table is a ``dict`` from key to the time at which the entry ends (infinite for reported blocks). A replica
 has at most ``budget`` blocks, and expectations beyond ``budget`` go, the oldest first. So the index is bounded by the

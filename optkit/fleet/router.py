@@ -16,17 +16,18 @@ and a few times a second for each replica (``optkit.fleet.follow`` does this)::
     router.update(await replica.report(since), since, asked)
     router.remove(replica_id)                        # gone
 
-A replica takes part from its first report on. ``choose(version=...)`` keeps an answer that goes on elsewhere with the
-version it began with. ``Router.alternatives`` may add ways to serve a prompt, such as blocks fetched from a peer.
+A replica takes part from the first report on. ``choose(version=...)`` keeps an answer with the version of the beginning
+when the answer goes on elsewhere. ``Router.alternatives`` may add ways to serve a prompt, such as blocks fetched from a
+peer.
 
 The rules of a decision:
 
-1. Replicas that drain, are not ready, have not reported for ``STALE_SECONDS`` or have another version are left out;
-   a stale replica is taken where all are stale.
+1. Left out are replicas that drain, are not ready, have not reported for ``STALE_SECONDS`` or have another version. A
+   stale replica is taken where all are stale.
 2. Every replica has a predicted time to first token (``optkit.fleet.score``), and the least wins.
-3. A prompt is *cold* where no replica's cache is worth more than ``COLD_SHARE`` of the prompt over another's. Among the
-   replicas within ``COLD_SHARE`` of the best, the one that got a cold prompt longest ago takes the next, so the
-   caches fill evenly.
+3. A prompt is *cold* where the caches of all replicas are worth the same, within ``COLD_SHARE`` of the prompt. Among
+   the replicas within ``COLD_SHARE`` of the best, the replica whose last cold prompt is the oldest takes the next, so
+   the caches fill evenly.
 4. The blocks of the prompt count as the chosen replica's from now on, for the predicted time and ``EXPECT_SECONDS``.
 """
 
