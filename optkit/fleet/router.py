@@ -148,7 +148,7 @@ class Router:
     """Chooses replicas for requests. Not thread-safe: all methods belong to one event loop.
 
     Args:
-        secret: of the deployment; None is a random one, by which no replica's digests are found.
+        secret: of the deployment; None is random, so no replica's digests are found.
         clock: seconds.
 
     Attributes:
@@ -223,7 +223,7 @@ class Router:
         """The replica for ``prompt``, which counts as sent from now on.
 
         Args:
-            exclude: replicas not to take, such as those that failed on the request.
+            exclude: replicas not to take: the request failed there.
             version: the only version to take; None takes any.
 
         Raises:
@@ -264,7 +264,7 @@ class Router:
             )
 
     def withdrawn(self, decision: Decision) -> None:
-        """The prompt is not computed: it was refused, failed, or its client left before the first token."""
+        """The prompt is not computed: refused, failed, or without a client before the first token."""
         self.index.disappoint(decision.replica_id, decision.keys, decision.expected_until)
         for name, seconds in decision.charges:
             if known := self._known.get(name):
@@ -362,13 +362,13 @@ def _is_cold(candidates: Sequence[Candidate], num_tokens: int) -> bool:
 
 
 def _published_keys(blocks: Blocks, chosen: Candidate) -> Sequence[int]:
-    """The keys that the replica will publish: those after the prefixes in the artifact."""
+    """The keys of blocks after the prefixes in the artifact, which the replica will publish."""
     common = min(len(blocks.common), chosen.hit_blocks)
     return blocks.keys[common:] if common else blocks.keys
 
 
 def _ranks(chosen: str, options: Sequence[Option]) -> tuple[tuple[str, ...], ...]:
-    """Replicas in order of their best options: ``chosen``, those within ``CLOSE_SHARE`` of the best, the rest."""
+    """Replicas in order of the best options: ``chosen``, replicas within ``CLOSE_SHARE`` of the best, the rest."""
     most = options[0].seconds * (1 + CLOSE_SHARE)
     close: dict[str, None] = {}
     rest: dict[str, None] = {}
