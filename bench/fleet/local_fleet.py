@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from optkit.fleet.failover import Failover, Migration, Placed, Wanted
@@ -187,7 +187,7 @@ class ProcessReplica(LocalReplica):
         if self.supervisor.pid is not None:
             os.kill(self.supervisor.pid, signal.SIGKILL)
 
-    async def generate(self, work: Work) -> Any:
+    async def generate(self, work: Work) -> AsyncGenerator[TokenOutput, None]:
         self.num_streams += 1
         try:
             outputs: AsyncIterator[TokenOutput] = super().generate(work)

@@ -1,4 +1,4 @@
-"""Deploying to a running Ray cluster, by the REST API of its dashboard; needs no Ray here."""
+"""Deploying to a running Ray cluster, by the REST API of the dashboard; needs no Ray here."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Cluster:
         self._call("PUT", config | {"applications": [*others, *config["applications"]]})
 
     def status(self, name: str) -> tuple[str, str]:
-        """The status of application ``name``, such as DEPLOYING, and a message of its parts."""
+        """The status of application ``name``, such as DEPLOYING, and the messages of the parts."""
         found = self._call("GET").get("applications", {}).get(name)
         if found is None:
             return "NOT_STARTED", ""
@@ -69,7 +69,7 @@ class Cluster:
         """Return when application ``name`` is running.
 
         Raises:
-            UserError: it failed, or it does not run after ``timeout`` seconds.
+            UserError: a failure, or no running application after ``timeout`` seconds.
         """
         end = time.monotonic() + timeout
         while True:

@@ -57,6 +57,8 @@ EFFECTIVE = {
     ("Runner", "block_size"),
     ("Embedder", "block_size"),
     ("_Meta", "max_model_len"),
+    ("EngineReport", "block_size"),
+    ("BlockStored", "block_size"),
 }
 
 
