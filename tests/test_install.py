@@ -141,7 +141,7 @@ def test_a_wheel_without_its_library_warns_and_optimizes(wheel: Path, model: Pat
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("extra", ["serve", "formats", "structured", "otel"])
+@pytest.mark.parametrize("extra", ["serve", "formats", "structured", "otel", "kv-events"])
 def test_an_extra_install_can_optimize(extra: str, wheel: Path, model: Path, work: Path) -> None:
     programs = make_environment(work.parent / extra, wheel, extra)
     assert_first_steps_work(programs, model, work)

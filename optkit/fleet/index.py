@@ -133,19 +133,10 @@ class Index:
         table = self._tables.get(replica_id)
         if table is None or not table.ends:
             return 0
-        ends, count = table.ends, 0
         if table.holds_ends:
             return self._last_end(table, blocks, now)
-        for key in blocks.common:
-            if key not in ends:
-                break
-            count += 1
-        for key in blocks.keys[count:] if count else blocks.keys:
-            until = ends.get(key)
-            if until is None or until < now:
-                break
-            count += 1
-        return count
+        start = _run(table.ends, blocks.common, 0, now) if blocks.common else 0
+        return _run(table.ends, blocks.keys, start, now)
 
     def _last_end(self, table: Table, blocks: Blocks, now: float) -> int:
         """The blocks up to the last listed block."""
@@ -162,3 +153,19 @@ class Index:
     def _expire(self, table: Table, budget: int, now: float) -> None:
         while table.expected and (table.expected[0][0] < now or table.num_expected > budget):
             table.drop_oldest_expectation()
+
+
+def _run(ends: dict[int, float], keys: Sequence[int], start: int, now: float) -> int:
+    """The end of the run of held ``keys`` from ``start`` on, by bisection.
+
+    A cache loses a path from the end, so the held keys come first. Where a block in the middle was lost (a failed copy)
+    the run is taken for longer than it is, and the prompt for faster.
+    """
+    low, high, middle = start, len(keys), start  # the first look decides for most prompts
+    while low < high:
+        if ends.get(keys[middle], -math.inf) >= now:
+            low = middle + 1
+        else:
+            high = middle
+        middle = (low + high) // 2
+    return low

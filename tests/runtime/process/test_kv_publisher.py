@@ -96,12 +96,12 @@ def test_messages_are_sent_again_on_request(zmq: Any, tmp_path: Path) -> None:
     assert publisher is not None
     serve(engine, list(range(1, 14)))
     time.sleep(0.3)
-    asking = zmq.Context.instance().socket(zmq.REQ)
+    asking = zmq.Context.instance().socket(zmq.DEALER)  # one question, many answers
     asking.connect(f"ipc://{tmp_path}/replay")
-    asking.send((0).to_bytes(8, "big"))
+    asking.send_multipart([b"", (0).to_bytes(8, "big")])
     found = []
     while asking.poll(PATIENCE_MS):
-        number, body = asking.recv_multipart()
+        _, number, body = asking.recv_multipart()
         if number == END:
             break
         found.append((int.from_bytes(number, "big"), msgspec.msgpack.decode(body)[1]))
