@@ -52,7 +52,9 @@ class Cluster:
             path = application["route_prefix"]
             if path in paths:
                 what = f"the application {paths[path]} has the path {path} already"
-                raise UserError(what, where=self.address, fix="give another --root-path, or its --name to replace it")
+                raise UserError(
+                    what, where=self.address, fix="give another --root-path, or its --name to replace it"
+                )
         self._call("PUT", config | {"applications": [*others, *config["applications"]]})
 
     def status(self, name: str) -> tuple[str, str]:
