@@ -1,8 +1,8 @@
 """KV blocks between engines: a server of published blocks, and a client to fill the prefix cache.
 
 Both run in threads of the engine process, with the KV pool at hand on every device. A thread holds the engine's turn
-for the copy of a block, and never in wait of a peer, so steps are not delayed (``optkit.runtime.kv.exchange``). Whatever
-goes wrong ends a connection and nothing else: missing blocks are computed.
+for the copy of a block, and never in wait of a peer, so steps are not delayed (``optkit.runtime.kv.exchange``).
+Whatever goes wrong ends a connection and nothing else: missing blocks are computed.
 
 For a prompt computed by the source (prefill apart from decode) the server queues a request without an answer
 (``Prefill.is_urgent``) and sends each block once published, while the next chunk is computed.
