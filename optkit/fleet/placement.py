@@ -69,9 +69,9 @@ class Links:
 class Placement:
     """The options with KV from a peer (``optkit.fleet.router.Alternatives``).
 
-    For each replica two peers count: with the most blocks, and with the least cost of computing the prompt. A replica is
-    left out whose queue alone takes longer than the prompt elsewhere. So a decision takes time in proportion to the
-    replicas.
+    For each replica two peers count: with the most blocks, and with the least cost of computing the prompt. A
+    replica is left out whose queue alone takes longer than the prompt elsewhere. So a decision takes time in proportion
+    to the replicas.
 
     Args:
         tpot: seconds promised between two tokens of a stream, as for the router; None promises nothing.
