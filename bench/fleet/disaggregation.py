@@ -3,15 +3,15 @@
     python -m bench.fleet.disaggregation artifact/              # about five minutes
     python -m bench.fleet.disaggregation artifact/ --only idle --rounds 3
 
-Two engine processes of one thread each, on a core each where there are two. The router's part is played here: a
-request names its source of KV.
+Two engine processes of a thread each, on a core each where there are two. The bench takes the part of the router:
+a request names the source of KV.
 
 ``idle``: a prompt is served by ``d`` alone, and by ``d`` with the KV computed by ``p``, in turn, from empty caches. The
 answers must be the same bytes. In further rounds ``p`` is killed in the middle: no answer may fail or differ.
 ``mixed``: streams run, and a long prompt arrives every ``--interval`` seconds. Side by side both engines have half of
 the streams and of the prompts; apart, ``d`` has all streams and answers, and ``p`` computes the prompts. Compared is
 the 99th percentile of the time between two tokens of a stream while a prompt is on its way to the first token.
-``chat``: conversations of short turns beside streams, each turn by ``optkit.fleet.placement``, against local ones.
+``chat``: conversations of short turns beside streams, each turn by ``optkit.fleet.placement``, against local turns.
 
 Exit code 1: a bound is missed.
 """
@@ -57,7 +57,7 @@ MOST = {
 
 
 class Sent:
-    """A request on its way: times of the tokens, the tokens, the error."""
+    """A request on the way: times of the tokens, the tokens, the error."""
 
     def __init__(self) -> None:
         self.start = time.monotonic()
@@ -91,7 +91,7 @@ class Pair:
         self.engines: dict[str, EngineClient] = {}
 
     async def start(self, name: str) -> EngineClient:
-        """Start the engine ``name`` on a core of its own."""
+        """Start the engine ``name`` on another core than the other engine."""
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         if len(cores) > 1:
             os.sched_setaffinity(0, {cores["pd".index(name) % len(cores)]})
@@ -164,7 +164,7 @@ async def pair(artifact: Path, options: dict[str, Any]) -> AsyncIterator[Pair]:
 
 
 async def idle(engines: Pair, rounds: int) -> dict[str, Any]:
-    """Times to first token of one client, from empty caches."""
+    """Times to first token of a client, from empty caches."""
     result: dict[str, Any] = {}
     differ = 0
     for length in LENGTHS:
@@ -204,7 +204,7 @@ async def killed(engines: Pair, rounds: int) -> dict[str, Any]:
 
 
 def gaps(streams: Sequence[Sent], windows: Sequence[tuple[float, float]]) -> list[float]:
-    """The times between two tokens of a stream that overlap a window."""
+    """The times between two tokens of a stream, where a window overlaps."""
     return [
         later - earlier
         for sent in streams

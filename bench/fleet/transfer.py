@@ -1,15 +1,15 @@
-"""KV blocks from one engine to another: bytes a second on one core, and what becomes of flipped bits.
+"""KV blocks from one engine to another: bytes a second of a core, and the fate of flipped bits.
 
     python -m bench.fleet.transfer                    # 1 core for both engines, blocks as of SmolLM2-135M with int8 KV
     python -m bench.fleet.transfer --dtype float32 --cores 2 --flips 1000
 
-The source is a process of its own. Both engines have KV pools of the real size, filled with random bytes, and no
+The source is another process. Both engines have KV pools of the real size, filled with random bytes, and no
 model: nothing is computed. A round fetches a prefix of ``--tokens`` tokens over a new connection, with proofs,
 checksums and leases, into an emptied cache. *MB a core second* are the bytes of KV by the
-processor time of both processes, which says what one core can send and receive together, also on a busy machine; *MB/s*
-is the median by the clock, where ``--cores 1`` has both processes on a core.
+processor time of both processes: the work of a core, also on a busy machine; *MB/s* is the median by the clock, where
+``--cores 1`` has both processes on a core.
 
-For the flips a relay between the engines flips one random bit of the stream in each connection. Each block in the
+For the flips a relay between the engines flips a random bit of the stream in each connection. Each block in the
 target's cache is compared with the source's. Exit code 1: a bound is missed.
 """
 
@@ -65,7 +65,7 @@ def engine(layers: int, dtype: str, num_tokens: int) -> Engine:
 
 
 def prompt(num_tokens: int) -> list[int]:
-    """The tokens of the prefix, and one to compute."""
+    """The tokens of the prefix, and a token to compute."""
     dice = random.Random(num_tokens)
     return [dice.randrange(49152) for _ in range(num_tokens + 1)]
 
@@ -87,7 +87,7 @@ def fill(made: Engine, num_tokens: int) -> None:
 
 
 def serve(layers: int, dtype: str, num_tokens: int) -> None:
-    """The source: prints its address, and ends with standard input."""
+    """The source: prints the address, and ends with standard input."""
     made = engine(layers, dtype, num_tokens)
     fill(made, num_tokens)
     print(TransferServer(BlockExchange(made), SECRET, IDENTITY).address, flush=True)
@@ -96,7 +96,7 @@ def serve(layers: int, dtype: str, num_tokens: int) -> None:
 
 @contextlib.contextmanager
 def source(layers: int, dtype: str, num_tokens: int) -> Iterator[tuple[str, int]]:
-    """A source in a process of its own; gives the address and the process id."""
+    """A source in another process; gives the address and the process id."""
     sizes = [f"--layers={layers}", f"--dtype={dtype}", f"--tokens={num_tokens}"]
     command = [sys.executable, "-m", "bench.fleet.transfer", "--serve", *sizes]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -137,7 +137,7 @@ def wrong_blocks(made: Engine, num_tokens: int) -> int:
 
 
 class Relay:
-    """Passes bytes on to ``address``, and flips one bit of those that come back in each connection.
+    """Passes bytes on to ``address``, and flips a bit of the answer in each connection.
 
     Args:
         places: bit of the stream to flip, for each connection; -1 flips none.

@@ -196,7 +196,7 @@ class FleetEngine:
             await self._hand_over(report)
 
     async def _hand_over(self, leaving: ReplicaReport) -> None:
-        """Have another replica fetch the hot blocks of a replica that began to drain."""
+        """Have another replica fetch the hot blocks of a draining replica."""
         target = heir(leaving, [known.report for known in self._ready() if known.report])
         if target is not None:
             log.info("replica %s hands its hot blocks to %s", leaving.replica_id, target.replica_id)

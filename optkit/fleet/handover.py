@@ -1,4 +1,4 @@
-"""Hand-over: the hot blocks of a replica that leaves go to another replica."""
+"""Hand-over: the hot blocks of a leaving replica go to another replica."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HAND_OVER_SHARE = 0.25  # of the heir's pool: more would push out prefixes of it
 
 
 def heir(leaving: ReplicaReport, others: Collection[ReplicaReport]) -> ReplicaReport | None:
-    """The replica to take the blocks of ``leaving``: the one with most room in its pool; None where none can."""
+    """The replica to take the blocks of ``leaving``: with the most room in the pool; None where there is none."""
     able = [each for each in others if not each.is_draining and each.is_ready and gives_blocks(leaving, each)]
     return max(able, key=lambda each: each.kv_blocks_total - each.kv_blocks_used, default=None)
 

@@ -1,8 +1,8 @@
-"""The bytes between two engines that exchange KV blocks: frames, proofs of the secret, checksums.
+"""The bytes between two engines on the way of KV blocks: frames, proofs of the secret, checksums.
 
 A frame is a 4-byte big-endian length and as many bytes of msgpack. A ``Block`` is followed by the bytes of the KV and
 by the checksum of frame and KV. Decoding checks types and can build nothing else; lengths are bounded before memory is
-taken, and far closer before the other side has shown that it knows the secret::
+taken, and far closer before the proof of the other side::
 
     server  Hello(nonce)
     client  Join(nonce, identity, proof)
@@ -91,7 +91,7 @@ class WantedBlock(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Pull(msgspec.Struct, frozen=True, tag="pull"):
-    """Send the wanted blocks in order, up to the first that is missing.
+    """Send the wanted blocks in order, up to the first missing block.
 
     Attributes:
         prompt: tokens up to the end of the last block, to be computed first; empty: only what is cached is sent.
@@ -140,7 +140,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def checksum(*parts: bytes | memoryview) -> int:
-    """The CRC-32 of ``parts``, one after the other: 4 GB/s here, and finds every change within 32 bits."""
+    """The CRC-32 of ``parts`` in a row; finds every change within 32 bits."""
     value = 0
     for part in parts:
         value = zlib.crc32(part, value)
@@ -148,7 +148,7 @@ def checksum(*parts: bytes | memoryview) -> int:
 
 
 def proof(secret: bytes, side: str, nonces: tuple[bytes, bytes], identity: Identity) -> bytes:
-    """The proof that ``side`` knows ``secret``, for the server's and the client's nonce."""
+    """The proof of ``secret`` by ``side``, for the nonces of server and client."""
     key = hmac.digest(secret, b"optkit kv transfer", "sha256")
     return hmac.digest(key, b"\0".join((side.encode(), *nonces, _encoder.encode(identity))), "sha256")
 
@@ -172,7 +172,7 @@ class Channel:
         self.deadline = time.monotonic() + seconds
 
     def send(self, message: FromServer | FromClient, *more: bytes | memoryview) -> None:
-        """Send a message and the bytes after its frame."""
+        """Send a message, and bytes after the frame."""
         body = _encoder.encode(message)
         self._send_all([LENGTH.pack(len(body)) + body, *more])
 
@@ -242,7 +242,7 @@ class Channel:
             done += count
 
     def _send_all(self, parts: list[bytes | memoryview]) -> None:
-        """Send ``parts`` without joining them."""
+        """Send ``parts`` without a copy of all."""
         views = [memoryview(part) for part in parts if len(part)]
         while views:
             self._set_timeout()

@@ -32,7 +32,7 @@ class ReportingEngine(AsyncEngine, Protocol):
         ...
 
     async def take_over(self, address: str, num_bytes: int) -> None:
-        """Fetch the hot blocks of an engine that leaves."""
+        """Fetch the hot blocks of a leaving engine."""
         ...
 
 

@@ -1,8 +1,7 @@
 """The KV transfers of an engine: a server for other engines, and fetches before requests are queued.
 
-A fetch never costs more than the time saved, as far as that is known before: a fetch of cached blocks ends after the
-predicted time to compute the tokens here, a fetch from a source that computes after the same time without a new block.
-Blocks that have come by then are used, the rest is computed.
+A fetch costs no more than the predicted time to compute the tokens here: a fetch of cached blocks ends after so long, a
+fetch of computed blocks after so long without a new block. Blocks at hand by then are used, the rest is computed.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Counters:
     kv_blocks_rejected: int = 0
 
     def add(self, pulled: Pulled, is_timed: bool) -> None:
-        """Count a fetch; with ``is_timed`` its bytes and time, which say how fast the network is."""
+        """Count a fetch; with ``is_timed`` also bytes and time, for the speed of the network."""
         self.kv_fetches += 1
         self.kv_fetch_failures += bool(pulled.reason)
         if is_timed:
@@ -128,7 +127,7 @@ class EnginePeers:
         ).start()
 
     def _run(self, fetching: Fetching, hand_back: Callable[[EngineRequest], None]) -> None:
-        """Fetch, and hand the request back unless it was aborted."""
+        """Fetch, and hand the request back unless aborted."""
         request = fetching.request
         try:
             self._pull(fetching)
@@ -201,7 +200,7 @@ def connect(engine: Engine, secret: bytes, setup: PeerSetup) -> EnginePeers | No
     """The peers of ``engine``, whose digests begin with ``secret``; None, and a line in the log, where there are none.
 
     Raises:
-        UserError: no secret, or an address that can't be had.
+        UserError: no secret, or no such address to listen at.
     """
     if not secret:
         raise UserError(
@@ -219,7 +218,7 @@ def connect(engine: Engine, secret: bytes, setup: PeerSetup) -> EnginePeers | No
 
 
 def layout_digest(engine: Engine) -> str:
-    """A digest of all that decides on the meaning and the bits of a block's bytes."""
+    """A digest of all facts behind the meaning and the bits of a block."""
     from optkit.artifact.prefix import computed_here
 
     runner = engine.runner

@@ -1,4 +1,4 @@
-"""Placement: where a prompt is computed, and where its answer: here, there, or with KV from a peer.
+"""Placement: the replicas that compute a prompt and its answer, or give KV.
 
 Beside the local option of each replica ``d`` (``optkit.fleet.score``) a prompt has two kinds for each peer ``p``::
 
@@ -6,10 +6,10 @@ Beside the local option of each replica ``d`` (``optkit.fleet.score``) a prompt 
     fetch     max(queue(d), bytes / bandwidth) + prefill(d, uncached after the fetch)
     computed  max(queue(d), queue(p) + max(prefill(p), bytes / bandwidth) + last bytes / bandwidth) + prefill(d, rest)
 
-The option with the least cost wins: the predicted time to first token, and the seconds by which the prompt makes
-tokens of running streams later than promised, on ``p`` and on ``d``. So prefill goes apart from decode where that is
-faster, or where it keeps a promise, and never by a length or a role. A role is a weight
-(``ReplicaReport.prefill_weight``): seconds of prefill for others count less above 1 and more below.
+The option with the least cost wins: the predicted time to first token, and the seconds by which tokens of
+running streams come later than promised, on ``p`` and on ``d``. So prefill goes apart from decode where the
+first token comes earlier or a promise is kept, and never by a length or a role. A role is a weight
+(``ReplicaReport.prefill_weight``): seconds of prefill for another replica count less above 1 and more below.
 
 No clock and no call. ``Links`` learns the bandwidth from the counters in the reports.
 """
@@ -69,9 +69,9 @@ class Links:
 class Placement:
     """The options with KV from a peer (``optkit.fleet.router.Alternatives``).
 
-    For each replica two peers are looked at: the one with most blocks, and the one that computes the prompt at the
-    least cost. A replica whose queue alone takes longer than another's prompt is left out. So a decision takes time in
-    proportion to the replicas.
+    For each replica two peers count: with the most blocks, and with the least cost of computing the prompt. A
+    replica is left out whose queue alone takes longer than the prompt elsewhere. So a decision takes time in proportion
+    to the replicas.
 
     Args:
         tpot: seconds promised between two tokens of a stream, as for the router; None promises nothing.
@@ -90,7 +90,7 @@ class Placement:
         return [option for alike in kinds.values() if len(alike) > 1 for option in self._among(prompt, alike)]
 
     def _among(self, prompt: Prompt, alike: Sequence[Candidate]) -> list[Option]:
-        """The options among replicas that can exchange blocks."""
+        """The options among replicas of equal blocks."""
         size = alike[0].report.block_size
         last = max(0, len(prompt) - 1) // size
         peers = [each for each in alike if each.report.peer_address]
@@ -110,7 +110,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Computing:
-    """A peer that computes a prompt for another replica.
+    """A prompt computed by a peer for another replica.
 
     Attributes:
         seconds: until the prompt is computed, without the transfer.
@@ -130,7 +130,7 @@ class Computing:
 
 
 def computes(peer: Candidate, num_blocks: int) -> bool:
-    """True where ``peer`` may compute ``num_blocks`` blocks for others, and has to."""
+    """True where ``peer`` may compute ``num_blocks`` blocks for another replica, and lacks some."""
     return peer.hit_blocks < num_blocks and peer.report.prefill_weight > 0
 
 
@@ -145,7 +145,7 @@ def computing(peer: Candidate, num_tokens: int, tpot: float | None) -> Computing
 
 @dataclass(frozen=True)
 class Way:
-    """A prompt with ``last`` blocks that caches may give, answered by the replica ``here``."""
+    """A prompt with ``last`` blocks fit for a cache, answered by the replica ``here``."""
 
     prompt: Prompt
     here: Candidate
@@ -154,7 +154,7 @@ class Way:
     tpot: float | None
 
     def fetched(self, peer: Candidate) -> Option:
-        """With the blocks that ``peer`` has and the replica has not; without digests where there are none."""
+        """With the further blocks of ``peer``; without digests where there are none."""
         last = max(min(peer.hit_blocks, self.last), self.num_known)
         arrival = PRIOR_SECONDS + self._seconds(last - self.num_known)
         return self._option(arrival, self._fetch(peer.report, last), last)

@@ -1,11 +1,10 @@
-"""KV blocks between engines: a server that sends published blocks, and a client that fills the own prefix cache.
+"""KV blocks between engines: a server of published blocks, and a client to fill the prefix cache.
 
-Both run in threads of the engine process, which can read and write the KV pool without a copy between processes, on
-every device. A thread holds the engine's turn for the copy of a block, and never while a peer is waited for, so steps
-are not delayed (``optkit.runtime.kv.exchange``). Whatever goes wrong ends a connection and nothing else: blocks
-that did not come are computed.
+Both run in threads of the engine process, with the KV pool at hand on every device. A thread holds the engine's turn
+for the copy of a block, and never in wait of a peer, so steps are not delayed (``optkit.runtime.kv.exchange``).
+Whatever goes wrong ends a connection and nothing else: missing blocks are computed.
 
-For a prompt that the source computes (prefill apart from decode) the server queues a request without an answer
+For a prompt computed by the source (prefill apart from decode) the server queues a request without an answer
 (``Prefill.is_urgent``) and sends each block once published, while the next chunk is computed.
 """
 
@@ -60,7 +59,7 @@ NOT_COMPUTED = "the prompt could not be computed"
 
 
 class TransferServer:
-    """Sends the blocks of an engine to engines that know ``secret`` and are of the same ``identity``.
+    """Sends the blocks of an engine to engines with the same ``secret`` and ``identity``.
 
     Args:
         host, port: to listen at; port 0 is any.
@@ -183,7 +182,7 @@ class TransferServer:
         return request.request_id
 
     def _next(self, channel: Channel, outgoing: Outgoing, number: int, name: str) -> BlockKV | None:
-        """The wanted block ``number``, once it is there; None where it will not come."""
+        """The wanted block ``number``, once published; None where there will be none."""
         turn = self._engine.turn
         with turn:
             while (block := outgoing.take(number)) is None:
@@ -195,7 +194,7 @@ class TransferServer:
             return block
 
     def _give_up(self, name: str) -> None:
-        """Have the engine drop the request ``name``, if it is not finished."""
+        """Have the engine drop the request ``name``, unless finished."""
         with self._engine.turn:
             if name and self._engine.scheduler.is_serving(name):
                 self._engine.abandoned.add(name)
@@ -223,7 +222,7 @@ class Pulled:
 
     Attributes:
         seconds: with the connection, and with the time in which the source computed.
-        num_rejected: blocks with other bytes than those sent.
+        num_rejected: blocks with other bytes than sent.
         reason: why blocks are missing; empty where all came.
     """
 
@@ -235,13 +234,13 @@ class Pulled:
 
 
 class TransferClient:
-    """A connection to the server of another engine. Use it from one thread; ``cancel`` may come from any.
+    """A connection to the server of another engine. Use from a single thread; ``cancel`` may come from any.
 
     Args:
         seconds: for the connection.
 
     Raises:
-        OSError: there is no such server, or no answer in time.
+        OSError: no server there, or no answer in time.
         TransferError: the server refuses, or does not know the secret.
     """
 
@@ -261,7 +260,7 @@ class TransferClient:
             raise
 
     def cancel(self) -> None:
-        """End the connection; the thread that waits for it goes on with an error."""
+        """End the connection; a waiting thread goes on with an error."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -273,7 +272,7 @@ class TransferClient:
 
         Args:
             seconds: for all blocks; for each block, where the source computes.
-            request: its prompt is computed by the source first; None fetches what is cached.
+            request: the source computes the prompt first; None fetches cached blocks alone.
         """
         wanted = tuple(WantedBlock(each.digest, each.groups) for each in incoming.wanted)
         result = Pulled()
@@ -341,7 +340,7 @@ def parse_address(address: str) -> tuple[str, int]:
     """Host and port of ``host:port`` or ``[host]:port``.
 
     Raises:
-        TransferError: it is no address.
+        TransferError: no address.
     """
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")

@@ -79,10 +79,10 @@ class Engine:
         alive: raises where another process of the engine has ended; called while there is no work.
         grammars: compiles the constraints of requests; None for an engine without a tokenizer, which refuses them.
         observer: is told of each step, for a profile.
-        turn: held by the thread that reads or changes the tables of requests and blocks. Free while the model computes,
-            so that KV can come and go meanwhile (``optkit.runtime.kv.exchange``); notified after each step.
-        abandoned: ids of requests that another thread added and that end before the next step.
-        wake: ends the sleep of a thread that waits for work.
+        turn: held by a thread to read or change the tables of requests and blocks. Free while the model computes, and
+            KV can come and go meanwhile (``optkit.runtime.kv.exchange``); notified after each step.
+        abandoned: ids of requests of another thread, to end before the next step.
+        wake: ends the sleep of a thread in wait of work.
         peers: exchanges KV with other engines; None for an engine alone.
     """
 

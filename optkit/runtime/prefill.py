@@ -19,8 +19,8 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True):
             the prefix cache.
         lease: seconds after which the pin ends, unless it is renewed; None pins until it is dropped. A lease gives way
             to a pin without one.
-        is_urgent: another engine waits for the KV, to answer a client. The prompt takes its turn like a prompt with an
-            answer, in chunks of ``URGENT_TOKENS``, so that finished chunks travel while the next is computed.
+        is_urgent: another engine waits for the KV, to answer a client. The prompt takes a turn like a prompt with an
+            answer, in chunks of ``URGENT_TOKENS``: finished chunks travel while the next is computed.
     """
 
     pin: str = ""

@@ -401,7 +401,7 @@ class Request:
 
     @property
     def is_background(self) -> bool:
-        """True for a request that generates nothing and that nobody waits for."""
+        """True for a request without an answer, for which nobody waits."""
         return self.received.prefill is not None and not self.received.prefill.is_urgent
 
     @property

@@ -85,7 +85,7 @@ class EngineSupervisor:
         return await self._client.pins(drop)
 
     async def take_over(self, address: str, num_bytes: int) -> None:
-        """Have the engine fetch the most recently used blocks of the engine at ``address``, which leaves."""
+        """Have the engine fetch the most recently used blocks of the leaving engine at ``address``."""
         await self._client.take_over(address, num_bytes)
 
     async def report(self, since: Mark) -> Reported:

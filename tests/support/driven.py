@@ -1,4 +1,4 @@
-"""An engine driven by a thread, as a process drives its own, for tests of transfers between engines."""
+"""An engine driven by a thread as by a process, for tests of transfers between engines."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class Driven:
             self.engine.peers.close()
 
     def add(self, request: EngineRequest) -> None:
-        """Queue ``request``, after its fetch."""
+        """Queue ``request``, after the fetch."""
         peers = self.engine.peers
         if request.source is not None and peers is not None and peers.fetch(request, self._queue):
             return
         self._queue(request)
 
     def answer(self, request: EngineRequest) -> tuple[list[int], int]:
-        """The tokens of the answer, and the prompt's tokens that were cached."""
+        """The tokens of the answer, and the cached tokens of the prompt."""
         self.add(request)
         name = request.request_id
         with self._changed:
@@ -82,7 +82,7 @@ class Driven:
 
 @contextmanager
 def driven(*engines: Engine, secret: bytes = SECRET, version: str = "v") -> Iterator[list[Driven]]:
-    """``engines`` that exchange KV, each driven by a thread."""
+    """``engines`` with an exchange of KV, each driven by a thread."""
     for engine in engines:
         engine.share_digests(secret)
         engine.peers = EnginePeers(engine, secret, version)

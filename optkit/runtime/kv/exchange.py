@@ -1,9 +1,9 @@
 """Exchange of published blocks between the prefix caches of engines with equal layouts.
 
 A transfer of KV is a prefix-cache fill: blocks of a path come in one after another, each becomes a node like a block
-computed here, and the request behind the transfer is served as an ordinary hit. What does not come is computed.
+computed here, and the request behind the transfer is served as an ordinary hit. Missing blocks are computed.
 
-- **The tokens decide.** An engine that waits for blocks knows the tokens and computes the digests (``Incoming``). Of
+- **The tokens decide.** The engine in wait of blocks knows the tokens and computes the digests (``Incoming``). Of
   blocks beyond a request (``Adoption``) the sender names tokens and parent, and the digest is computed from both. So a
   sender can give wrong KV, which checksums find, but no KV for a prompt with other tokens, and none of another salt.
 - **Published blocks are never written again**, and the bytes are copied while the tables stand still
@@ -12,7 +12,7 @@ computed here, and the request behind the transfer is served as an ordinary hit.
 
 Each group of layers (``optkit.graph.kv_layout``) has KV of its own, and windows need the KV at the end of a prefix
 alone. Latent and quantized KV are bytes like all KV. Models with recurrent states take no part: a state is no block,
-and KV without the state at its end can't be used.
+and KV without the state at the end is of no use.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class BlockExchange:
         return self.engine.scheduler.clock() + LEASE_SECONDS
 
     def read(self, node: Node, groups: Sequence[int]) -> BlockKV | None:
-        """A copy of the KV of ``node`` in ``groups``; None where a group has none. The caller has the turn."""
+        """A copy of the KV of ``node`` in ``groups``; None where a group lacks KV. The caller has the turn."""
         rows = [self._row(node.kv[group]) for group in groups]
         parts = [
             row[part]
@@ -108,7 +108,7 @@ class BlockExchange:
         return BlockKV(before, node.tokens, tuple(groups), data)
 
     def is_whole(self, node: Node) -> bool:
-        """True where the pool has the KV that every hit needs."""
+        """True where the pool has the KV of every hit."""
         return all(node.kv[group].block is not None for group in self.kv.tables.unlimited)
 
     def _row(self, kv: NodeKV) -> np.ndarray | None:
@@ -158,7 +158,7 @@ class BlockExchange:
         return self.kv.known(parent, digest, tokens) or self.kv.add(parent, digest, tokens)
 
     def _missing(self, node: Node | None, groups: Sequence[int]) -> list[int]:
-        """Those of ``groups`` without KV in the pool; none of a prefix of the artifact, to which nothing is added."""
+        """The part of ``groups`` without KV in the pool; nothing is added to a prefix of the artifact."""
         cache = self.kv.cache
         if node is not None and cache is not None and cache.is_common(node):
             return []
@@ -174,7 +174,7 @@ class BlockExchange:
                 self.engine.runner.write_block(numbers[group], self._full_row(group, data))
 
     def _full_row(self, group: int, data: np.ndarray) -> np.ndarray:
-        """The bytes of a block over all buffers; zeros where they belong to no layer of ``group``."""
+        """The bytes of a block over all buffers; zeros outside of the layers of ``group``."""
         if data.nbytes == self._total:
             return data
         row, start = np.zeros(self._total, np.uint8), 0
@@ -208,7 +208,7 @@ class Holder:
 
 
 class Outgoing:
-    """The blocks of a path that another replica asked for, under a lease."""
+    """The blocks of a path for another replica, under a lease."""
 
     def __init__(self, exchange: BlockExchange, wanted: Sequence[Wanted]) -> None:
         self._exchange, self.wanted = exchange, tuple(wanted)
@@ -244,7 +244,7 @@ class Outgoing:
 
 
 class Incoming:
-    """The blocks of a prompt on their way into the cache, from the first block that is missing.
+    """The blocks of a prompt on the way into the cache, from the first missing block.
 
     Attributes:
         wanted: the blocks to ask another replica for, in order.
@@ -321,7 +321,7 @@ class Incoming:
 
 
 class Adoption:
-    """Blocks of any prompts, given by a replica that leaves, on their way into the cache."""
+    """Blocks of any prompts, given by a leaving replica, on the way into the cache."""
 
     def __init__(self, exchange: BlockExchange) -> None:
         self._exchange, self._holder = exchange, Holder(exchange)
@@ -357,7 +357,7 @@ class Adoption:
 def hot_paths(exchange: BlockExchange, num_bytes: int) -> Iterator[Node]:
     """The most recently used nodes, each after its parent, with at most ``num_bytes`` of KV. The caller has the turn.
 
-    Prefixes of the artifact are left out, and so is what follows them: a node does not know the salt.
+    Prefixes of the artifact are left out, with all later nodes: a node there does not know the salt.
     """
     seen: set[Node] = set()
     for node in exchange.kv.recent_nodes():

@@ -1,6 +1,6 @@
-"""Leases: blocks of the prefix cache that stay for a while, for a copy to or from another replica.
+"""Leases: blocks of the prefix cache held for a while, for a copy to or from another replica.
 
-A lease is an owner of blocks like a block table, so eviction passes the blocks by. A lease ends by itself, unless
+A lease is an owner of blocks like a block table, so eviction passes the blocks by. A lease ends after a time, unless
 renewed. Room for a request goes first: all leases end where a request would find no block (``Leases.give_way``). A copy
 reads and writes only while the tables stand still, so the end of a lease costs a later copy and never a wrong byte.
 """

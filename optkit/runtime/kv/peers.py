@@ -24,13 +24,13 @@ class KVSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """The place of an engine among those that exchange KV.
+    """The place of an engine among engines with an exchange of KV.
 
     Attributes:
         address: host and port to listen at; port 0 is any. Other engines reach this one at the host.
         version: digest of the artifact.
         factory: ``module:function``, called in the engine process as ``function(engine, secret, setup)``; returns the
-            ``Peers`` of the engine, or None where the engine can exchange nothing.
+            ``Peers`` of the engine, or None where no exchange is possible.
     """
 
     address: str = "127.0.0.1:0"
@@ -39,7 +39,7 @@ class PeerSetup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Peers(Protocol):
-    """The exchange of KV with other engines, by threads beside the engine's.
+    """The exchange of KV with other engines, by threads beside the loop of the engine.
 
     Attributes:
         address: host and port of the own transfer server.
@@ -50,7 +50,7 @@ class Peers(Protocol):
     layout: str
 
     def fetch(self, request: EngineRequest, hand_back: Callable[[EngineRequest], None]) -> bool:
-        """Fetch KV for ``request`` from its source; ``hand_back`` gets the request afterwards, without the source.
+        """Fetch KV for ``request`` from the source; ``hand_back`` gets the request afterwards, without the source.
 
         False where the request is to be queued at once.
         """
@@ -61,7 +61,7 @@ class Peers(Protocol):
         ...
 
     def take_over(self, address: str, num_bytes: int) -> None:
-        """Fetch the most recently used blocks of an engine that leaves, up to ``num_bytes`` of KV."""
+        """Fetch the most recently used blocks of a leaving engine, up to ``num_bytes`` of KV."""
         ...
 
     def counters(self) -> dict[str, int]:

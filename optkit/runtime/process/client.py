@@ -196,7 +196,7 @@ class EngineClient:
         return await self._ask(ipc.Reported, ipc.AskReport(f"report-{next(self._names)}", since))
 
     async def take_over(self, address: str, num_bytes: int) -> None:
-        """Have the engine fetch the most recently used blocks of the engine at ``address``, which leaves."""
+        """Have the engine fetch the most recently used blocks of the leaving engine at ``address``."""
         await self._send(ipc.TakeOver(address, num_bytes))
 
     async def start_profile(self, steps: int) -> ipc.Profiled:

@@ -70,7 +70,7 @@ class AskPins(msgspec.Struct, frozen=True, tag="ask_pins"):
 
 
 class TakeOver(msgspec.Struct, frozen=True, tag="take_over"):
-    """Fetch the most recently used blocks of the engine at ``address``, which leaves, up to ``num_bytes`` of KV."""
+    """Fetch the most recently used blocks of the leaving engine at ``address``, up to ``num_bytes`` of KV."""
 
     address: str
     num_bytes: int

@@ -1,6 +1,6 @@
 """Requests that compute KV and generate nothing: their share of the steps, and the room for their pins.
 
-A request that another engine waits for (``Prefill.is_urgent``) takes its turn like one with an answer. Any other
+A request for another engine in wait (``Prefill.is_urgent``) takes a turn like a request with an answer. Any other
 ranks after every request with an answer, and takes what is left:
 
 - While no other request is in the step, chunks of up to ``ALONE_TOKENS`` tokens. A new request waits for the rest of
