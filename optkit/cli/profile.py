@@ -9,6 +9,7 @@ import typer
 
 from optkit.cli import console
 from optkit.cli.tables import print_table
+from optkit.machine.paths import check_place
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,6 +51,8 @@ def profile(
     """
     from optkit.evaluation.profiled import profile as measure
 
+    if output is not None:
+        check_place(output / "profile.json")
     with console.spinner("preparing") as progress:
         report = measure(artifact, prompt_tokens, context, steps, progress)
         files = []

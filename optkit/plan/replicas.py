@@ -8,7 +8,10 @@ The assumptions are printed with each result:
   prefill before (Lindley's recursion on the arrivals of the load, bursts included): ``start = max(arrival, end of the
   prefill before)``, and the step that runs at the arrival has half its time to go.
 - Decodes run at the batch b of Little's law: tokens a second times the seconds of a token. A token takes the predicted
-  step of b sequences, longer by the share of time for prefill.
+  step of b sequences, longer by the share of time for prefill. An answer also waits for the prompts that arrived before
+  its first token, and for those that arrive meanwhile.
+- Requests come in bursts: where b decode on the mean, a request finds about 2b others (as if their number were
+  geometric).
 - The time in use is that of the prefills and of the decodes at the largest batch, where a token costs least: a replica
   with some decodes never rests, and takes more requests all the same. Above 90 % of use no times are given: no queue
   model is good there.
@@ -106,8 +109,24 @@ class Stream:
 
     def busy(self, demand: Demand, batch: int) -> float:
         """The share of time in steps with a part of a prompt, beside ``batch`` decodes."""
+        return self.rate * self.chunks * self.chunk(demand, batch)
+
+    def chunk(self, demand: Demand, batch: int) -> float:
+        """Seconds of a step with a part of a prompt, beside ``batch`` decodes."""
         beside = demand.beside(batch, self.context) if batch else 0.0
-        return self.rate * (self.prefill + self.chunks * beside)
+        return self.prefill / self.chunks + beside
+
+    def token(self, demand: Demand, batch: int, behind: float = 0.0) -> float:
+        """Mean seconds of a token at ``batch``, which also comes in the steps of prompts.
+
+        Args:
+            behind: seconds before the first token; the prompts that arrive meanwhile go before the second.
+        """
+        busy = self.busy(demand, batch)
+        step, chunk = demand.decode(batch, self.context), self.chunk(demand, batch)
+        delay = busy * behind * (1 / step - 1 / chunk) * self.rate / self.tokens if behind else 0.0
+        rate = max(1 - busy, 0.0) / step + min(busy, 1.0) / chunk
+        return (1 + max(delay, 0.0)) / rate
 
 
 def stream(arrivals: Sequence[Arrival], replicas: int, demand: Demand) -> Stream:
@@ -139,11 +158,16 @@ def load(arrivals: Sequence[Arrival], replicas: int, demand: Demand) -> Load:
     batch, tpot = equilibrium(found, demand)
     if math.isinf(tpot):
         return saturated(replicas, used, f"more than {found.places} requests at once")
-    running = math.ceil(batch)
-    beside = demand.beside(running, found.context) if running else 0.0
+    seen = min(found.places, 1 + round(2 * batch)) if found.tokens else 0
+    beside = demand.beside(seen, found.context) if seen else 0.0
     seconds = {n: demand.prefill(n) + demand.chunks(n) * beside for n in {one.prompt for one in arrivals}}
-    rest = min(1.0, batch) * demand.decode(max(1, running), found.context) / 2
+    rest = min(1.0, batch) * demand.decode(max(1, seen), found.context) / 2
     times = [rest + time for time in queued(arrivals, replicas, seconds)]
+    if found.tokens:
+        tpot = found.token(demand, seen, behind=statistics.fmean(times))
+        batch = found.tokens * tpot
+    if batch > found.places:
+        return saturated(replicas, used, f"more than {found.places} requests at once")
     return Load(replicas, used, batch, percentiles(times), tpot)
 
 
@@ -157,19 +181,16 @@ def equilibrium(found: Stream, demand: Demand) -> tuple[float, float]:
     if not found.tokens:
         return 0.0, demand.decode(1, found.context)
 
-    def token(batch: int) -> float:
-        """Seconds of a token at ``batch``."""
-        busy = found.busy(demand, batch)
-        return demand.decode(batch, found.context) / (1 - busy) if busy < 1 else math.inf
-
     def keeps_up(batch: int) -> bool:
-        return found.tokens * token(batch) <= batch  # Little's law: no more than the batch are running
+        """True where no more than the batch are running, by Little's law."""
+        return found.busy(demand, batch) < 1 and found.tokens * found.token(demand, batch) <= batch
 
     enough = next((batch for batch in doubling(found.places) if keeps_up(batch)), None)
     if enough is None:
         return float(found.places), math.inf
     least = bisect_left(range(enough // 2 + 1, enough + 1), True, key=keeps_up) + enough // 2 + 1
-    return found.tokens * token(least), token(least)
+    token = found.token(demand, least)
+    return found.tokens * token, token
 
 
 def doubling(most: int) -> list[int]:

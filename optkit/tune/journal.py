@@ -55,7 +55,7 @@ class Journal:
         fresh: forgets the trials of the file.
 
     Raises:
-        UserError: the journal is of another task, damaged, or held by another process.
+        UserError: the journal is of another task, damaged, held by another process, or can't be written.
     """
 
     def __init__(
@@ -70,9 +70,13 @@ class Journal:
         self.trials: dict[str, Trial] = {}
         self.resumed = 0
         self._begin = clock()
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
-        self._lock = hold(file)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+            self._lock = hold(file)
+        except OSError as error:
+            what = f"the journal can't be written: {error.strerror}"
+            raise UserError(what, where=str(file), fix="give another directory with -o") from error
         if self._lock is None:
             raise UserError("another optkit tune is writing it", where=str(file), fix="wait for its end")
         try:

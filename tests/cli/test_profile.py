@@ -54,3 +54,11 @@ def test_json_is_the_report_alone(asked: list[Any], capsys: Output) -> None:
 @pytest.mark.parametrize("option", [["--steps", "0"], ["--prompt-tokens", "0"], ["--context", "x"]])
 def test_wrong_numbers_are_usage_errors(asked: list[Any], option: list[str]) -> None:
     assert run(["profile", "artifact", *option]) == 2 and not asked
+
+
+def test_a_directory_that_cannot_be_made_is_refused_before_the_measurement(
+    asked: list[Any], tmp_path: Path, capsys: Output
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert run(["profile", "artifact", "-o", str(tmp_path / "file")]) == 2 and not asked
+    assert "is no directory" in capsys.readouterr().err

@@ -144,3 +144,11 @@ def test_a_fresh_journal_forgets_its_trials_but_never_those_of_a_running_process
     fresh = Journal(file, {"seed": 1}, fresh=True)
     assert fresh.trials == {} and fresh.resumed == 0
     fresh.close()
+
+
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "dangling").symlink_to(tmp_path / "missing" / "place")
+    (tmp_path / "file").write_text("")
+    for folder in ("dangling", "file", "file/below"):
+        with pytest.raises(UserError, match="can't be written"):
+            Journal(tmp_path / folder / "journal.jsonl", TASK)
