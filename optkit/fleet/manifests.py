@@ -1,4 +1,4 @@
-"""What is handed to a cluster: the config of Ray Serve, and a RayService manifest for KubeRay.
+"""Descriptions of a fleet for a cluster: the config of Ray Serve, and a RayService manifest for KubeRay.
 
 Both are plain data, made without Ray. Neither holds a secret: the manifest refers to Kubernetes Secrets by name.
 """

@@ -117,7 +117,7 @@ class LocalRay:
         try:
             ray.init(
                 address="local",
-                num_cpus=max(1, round(config.replicas * config.cpus)),
+                num_cpus=max(1, round(config.most_replicas * config.cpus)),
                 include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES,
                 namespace=NAMESPACE,
