@@ -178,7 +178,7 @@ class Channel:
 
     def send_block(self, number: int, block: BlockKV) -> None:
         """Send a block."""
-        data = memoryview(block.data).cast("B")
+        data = block.data.data.cast("B")
         before, salt = (b"", block.before) if isinstance(block.before, str) else (block.before, "")
         header = _encoder.encode(Block(number, before, salt, block.tokens, block.groups, data.nbytes))
         frame = LENGTH.pack(len(header)) + header

@@ -222,7 +222,7 @@ def layout_digest(engine: Engine) -> str:
     from optkit.artifact.prefix import computed_here
 
     runner = engine.runner
-    facts = {
+    facts: dict[str, object] = {
         "windows": engine.config.kv_windows,
         "variants": engine.config.variant_limits,
         "here": computed_here(),

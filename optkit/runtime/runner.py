@@ -72,7 +72,7 @@ class ModelRunner:
         self._buffers = allocate_buffers(self.layout, num_blocks, block_size, self.device)
         self.kv_pools = self.layout.pools(self._buffers, block_size)
         flat = [buffer for pair in self._buffers for buffer in pair]
-        self._rows = [buffer.numpy() for buffer in flat] if self.device.type == "cpu" else []  # of blocks
+        self._block_rows = [buffer.numpy() for buffer in flat] if self.device.type == "cpu" else []  # of blocks
         self.state_pools = allocate_states(recurrent_of(model.states), self.num_slots, self.device)
 
     @torch.inference_mode()
@@ -105,17 +105,17 @@ class ModelRunner:
 
     def read_block(self, block: int) -> np.ndarray:
         """The KV of ``block`` in the layers of its group, as bytes [n] uint8 on the host."""
-        if self._rows:
-            return np.concatenate([rows[block] for rows in self._rows])
+        if self._block_rows:
+            return np.concatenate([rows[block] for rows in self._block_rows])
         return torch.cat(self._bytes_of(block)).cpu().numpy()
 
     def write_block(self, block: int, data: np.ndarray) -> None:
         """Write the bytes of ``read_block`` into any block."""
         start = 0
-        for each in self._rows:
+        for each in self._block_rows:
             each[block] = data[start : start + each.shape[1]]
             start += each.shape[1]
-        if self._rows:
+        if self._block_rows:
             return
         rows = self._bytes_of(block)
         parts = torch.tensor(data, device=self.device).split([row.numel() for row in rows])
