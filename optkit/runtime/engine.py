@@ -336,7 +336,7 @@ class Engine:
             config=c,
             memory_plan=plan,
             vocab_size=runner.vocab_size,
-            tensor_parallel_size=getattr(runner, "num_ranks", 1),
+            num_ranks=getattr(runner, "num_ranks", 1),
             gpu_memory_utilization=self.memory_share,
         )
 

@@ -34,7 +34,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     Attributes:
         vocab_size: token ids of the model are in [0, vocab_size).
-        tensor_parallel_size: processes that share every layer of the model.
+        num_ranks: processes that share every layer of the model.
         gpu_memory_utilization: the share of a GPU's memory, when the KV cache got the rest of the share.
         load_seconds: time of loading; set by the process, like ``pid``.
     """
@@ -42,7 +42,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     config: SchedulerConfig
     memory_plan: MemoryPlan
     vocab_size: int
-    tensor_parallel_size: int = 1
+    num_ranks: int = 1
     gpu_memory_utilization: float | None = None
     load_seconds: float = 0.0
     pid: int = 0
