@@ -1,9 +1,9 @@
-"""Tensor parallel: logits and tokens of ranks against one process, weights of a rank, and the exchange by itself.
+"""Tensor parallel: logits and tokens of ranks against a single process, weights of a rank, and the exchange alone.
 
     python -m bench.fleet.tensor_parallel --float baseline-artifact/ --int8 artifact/ --size 3
 
-``--float`` and ``--int8`` are artifacts of one model, made by the recipes ``baseline`` and ``ttft-cpu``; ``--model`` is
-the model for transformers, which is the other side of the float logits.
+``--float`` and ``--int8`` are artifacts of the same model, by the recipes ``baseline`` and ``ttft-cpu``; ``--model``
+is the model for transformers, which is the other side of the float logits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TOKENS = 48
 
 
 def float_logits(directory: str, model: str, size: int) -> dict[str, Any]:
-    """Errors of the logits of ``size`` ranks against the graph of one process, and against transformers."""
+    """Errors of the logits of ``size`` ranks against the unshared graph, and against transformers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     ids = torch.tensor(AutoTokenizer.from_pretrained(directory)(PROMPT)["input_ids"])
@@ -56,7 +56,7 @@ def float_logits(directory: str, model: str, size: int) -> dict[str, Any]:
 
 
 def int8_logits(directory: str, size: int) -> dict[str, Any]:
-    """True where the logits of ``size`` ranks have the bits of one process, by the kernels that serve."""
+    """True where the logits of ``size`` ranks have the bits of the unshared graph, by the kernels of the server."""
     graph = Artifact.open(directory).graph()
     ids = torch.arange(3, 60) % graph.meta.vocab_size
     found = compare(graph, size, ids, present_target("cpu"))
@@ -78,7 +78,7 @@ def weights(directory: str, size: int) -> dict[str, Any]:
 
 
 def tokens(directory: str, size: int) -> dict[str, Any]:
-    """Greedy tokens of an engine of ``size`` processes against an engine of one, and seconds a token."""
+    """Greedy tokens of an engine of ``size`` processes against a single process, and seconds."""
     prompts = [list(range(5, 5 + n)) for n in (3, 40, 300)]
     found: dict[str, Any] = {}
     for ranks in (1, size):
@@ -117,7 +117,7 @@ def exchange(size: int) -> dict[str, Any]:
 
 
 def timed(region: SharedRegion, rank: int) -> dict[str, Any]:
-    """The measurement of one rank, on a core of its own where there are enough."""
+    """The measurement of a rank, on a separate core where there are enough."""
     torch.set_num_threads(1)
     own = SharedRank(region, rank)
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()

@@ -1,4 +1,4 @@
-"""Tensor parallel: a model on several ranks, each with its share of every layer.
+"""Tensor parallel: a model on several ranks, each with a share of every layer.
 
-``rank_graph`` rewrites the artifact's graph for one rank, at load: files and report stay those of one process.
+``rank_graph`` rewrites the artifact's graph for a rank, at load; files and report do not change.
 """

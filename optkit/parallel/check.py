@@ -1,4 +1,4 @@
-"""The check of a tensor-parallel model: all ranks in this process against the graph of one process."""
+"""The check of a tensor-parallel model: all ranks in a single process against the unshared graph."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Logits of ranks against those of one process.
+    """Logits of ranks against the logits of the unshared graph.
 
     Attributes:
         error: the largest difference, over all ranks.
         largest: the largest magnitude of a logit.
-        is_equal: true where all ranks give the same bits as one process.
+        is_equal: true where all ranks give the bits of the unshared graph.
     """
 
     error: float
@@ -34,7 +34,7 @@ class Comparison:
 
 
 def compare(graph: Graph, size: int, ids: Tensor, target: Target | None = None) -> Comparison:
-    """Logits of the prompt ``ids`` [T] by ``size`` ranks, in threads, against those of ``graph``.
+    """Logits of the prompt ``ids`` [T] by ``size`` ranks, in threads, against ``graph`` itself.
 
     Without a ``target`` both sides run the reference kernels.
     """

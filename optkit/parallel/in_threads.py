@@ -1,4 +1,4 @@
-"""All ranks of a model as threads of this process: a check against the graph of one process."""
+"""All ranks of a model as threads of a single process, for checks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from optkit.kernels.collectives import CollectiveFailed, Communicator, Threads, 
 def in_threads(
     work: Callable[[int], Any], size: int, ranks: Sequence[Communicator] | None = None
 ) -> list[Any]:
-    """The results of ``work(rank)``, each in a thread of its own with the rank's communicator.
+    """The results of ``work(rank)``, each in a separate thread with the rank's communicator.
 
     Args:
         ranks: the communicators; by default of threads.
 
     Raises:
-        Exception: the first that a rank raised.
+        Exception: the first exception of a rank.
     """
     group = Threads(size)
     results: list[Any] = [None] * size
@@ -52,6 +52,6 @@ def in_threads(
 def logits_of_ranks(
     models: Sequence[Callable[[Mapping[str, Tensor]], Tensor]], inputs: Sequence[Mapping[str, Tensor]]
 ) -> list[Tensor]:
-    """The logits of each rank for its ``inputs``, which have pools of the rank's own."""
+    """The logits of each rank for its ``inputs``, with the pools of the rank."""
     with torch.inference_mode():
         return in_threads(lambda rank: models[rank](inputs[rank]), len(models))

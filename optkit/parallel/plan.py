@@ -36,7 +36,7 @@ WORD_BITS = 32
 
 
 class Action(enum.Enum):
-    """What a rank does in place of a node."""
+    """The work of a rank in place of a node."""
 
     COLUMNS = "computes some columns of a linear layer"
     ROWS = "multiplies some input channels; float results are added"
@@ -48,14 +48,14 @@ class Action(enum.Enum):
 
 @dataclass
 class RankPlan:
-    """What ``Planner`` found.
+    """The result of ``Planner``.
 
     Attributes:
-        shares: of each node's result; a tuple for several results, None for a whole one.
-        actions: of the nodes that are rewritten, apart from sizes in arguments.
-        weights: slices of weights that an op reads channel by channel: (weight, dimension, share) by node.
-        shared_pools: the KV pools of which a rank has some heads.
-        whole: reasons by node for layers that every rank computes whole.
+        shares: of each node's result; a tuple for several results, None for a whole result.
+        actions: of the rewritten nodes, apart from sizes in arguments.
+        weights: slices of weights for ops on channels: (weight, dimension, share) by node.
+        shared_pools: the KV pools with some heads in each rank.
+        whole: reasons by node for layers computed whole by every rank.
     """
 
     shares: dict[fx.Node, Any] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Planner:
         self.found = RankPlan()
 
     def plan(self) -> RankPlan:
-        """The plan. Each further attempt keeps one more layer whole or has a larger unit, so attempts end."""
+        """The plan. Each further attempt keeps another layer whole or has a larger unit, so attempts end."""
         while True:
             self.found = RankPlan()
             try:
@@ -136,7 +136,7 @@ class Planner:
         return share
 
     def parts(self, node: fx.Node, columns: int) -> tuple[int, ...]:
-        """The pieces in the columns of ``node``, by the op that takes them apart."""
+        """The pieces in the columns of ``node``, by the op for the separate pieces."""
         for user in node.users:
             op = ops.record_of(user.target)
             if user.target is reference.by_tokens:
@@ -153,14 +153,14 @@ class Planner:
             self.refuse(node, given)
 
     def refuse(self, node: fx.Node, given: Sequence[fx.Node], reason: str = "") -> NoReturn:
-        """Keep the layers whole whose columns ``given`` are."""
+        """Keep the source layers of ``given`` whole."""
         reason = reason or f"{ops.op_name(node.target) or node.name} reads all channels"
         for share in self.all_shares(given):
             self.whole |= dict.fromkeys(share.sources, reason)
         raise Again
 
     def share_of(self, value: Any) -> Share | None:
-        """The share of a node with one result; None for a whole one."""
+        """The share of a node with a single result; None for a whole result."""
         share = self.found.shares.get(value)
         return share if isinstance(share, Share) else None
 
@@ -169,7 +169,7 @@ class Planner:
         return [s for each in found for s in (each if isinstance(each, tuple) else (each,)) if s is not None]
 
     def aligned(self, share: Share, step: int) -> Share | None:
-        """``share`` with borders at multiples of ``step``; None where that can't be.
+        """``share`` with borders at multiples of ``step``; None where a unit does not fit.
 
         Raises:
             Again: the layers of the share get the unit.
@@ -184,7 +184,7 @@ class Planner:
         raise Again
 
     def common(self, node: fx.Node, given: Sequence[fx.Node]) -> Share:
-        """The one share of all ``given``."""
+        """The common share of all ``given``."""
         shares = self.all_shares(given)
         share = merged(shares)
         if share is not None:
@@ -344,12 +344,12 @@ class Planner:
 
 
 def split_dim(node: fx.Node, ndim: int) -> int:
-    """The dimension that a split takes apart."""
+    """The dimension of a split."""
     return int((*node.args[2:3], node.kwargs.get("dim", 0))[0]) % ndim
 
 
 def group_step(graph: Graph, node: fx.Node, op: Op) -> int | None:
-    """The input channels of a linear layer on float activations that a rank must have together; None: all of them."""
+    """The number of neighbouring input channels that stay in one rank, for float activations; None: all."""
     channels = op.with_role(node, Role.CHANNELS)
     if channels is not None or op.name == "linear_fp8":
         return None

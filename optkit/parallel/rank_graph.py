@@ -1,4 +1,4 @@
-"""The graph of one rank: its share of each weight, and ops that exchange tensors with the other ranks."""
+"""The graph of a rank: a share of each weight, and ops for the exchange of tensors with the other ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def rank_graph(graph: Graph, rank: int, size: int, where: str = "tensor_parallel
 
 
 class Rewriter:
-    """Rewrites ``graph``, in place, to that of ``rank``."""
+    """Rewrites ``graph``, in place, to the graph of ``rank``."""
 
     def __init__(self, graph: Graph, rank: int, size: int) -> None:
         self.graph, self.rank, self.size = graph, rank, size
@@ -87,7 +87,7 @@ class Rewriter:
         self.graph.prune()
 
     def kv_spec(self, spec: KVSpec) -> KVSpec:
-        """The KV of a layer in this rank: its KV heads."""
+        """The KV of a layer in the rank: some of the KV heads."""
         if not set(spec.inputs) <= self.plan.shared_pools:
             return spec
         return replace(spec, num_kv_heads=spec.num_kv_heads // self.size)
@@ -109,7 +109,7 @@ class Rewriter:
             node.args = (node.args[0], given, *node.args[2:])
 
     def splits_share(self, node: fx.Node, share: Share) -> bool:
-        """True for a split of the dimension that ranks share."""
+        """True for a split of the shared dimension."""
         return len(share.parts) > 1 and len(share.parts) == len(self.values[node])
 
     # -- linear layers -------------------------------------------------------------------------------------
@@ -123,11 +123,11 @@ class Rewriter:
                 self.cut(node, place, Part(0, share.ranges(self.rank, self.size), self.zeros(weight, share)))
 
     def zeros(self, weight: fx.Node, share: Share) -> int:
-        """1 where an embedding reads the same weight: the two share the part with its row of zeros."""
+        """1 where an embedding reads the same weight: both read the part with a row of zeros."""
         return int(str(weight.target) in self.tables and len(share.parts) == 1 and share.unit == 1)
 
     def cut(self, node: fx.Node, place: int, part: Part) -> None:
-        """Replace argument ``place``, a weight, by ``part`` of it."""
+        """Replace argument ``place``, a weight, by ``part`` of the weight."""
         args = list(node.args)
         args[place] = self.parts.node(args[place], part, node)
         node.args = tuple(args)
@@ -163,7 +163,7 @@ class Rewriter:
         replace_uses(node, total)
 
     def sums(self, node: fx.Node) -> None:
-        """Multiply the rank's input channels in int8, and add the int32 sums of all ranks before they become floats."""
+        """Multiply the rank's input channels in int8; int32 sums of all ranks are added and then become floats."""
         op = ops.op_of(node)
         scale, weight_scale, bias = (
             op.argument(node, "scale"),
@@ -179,7 +179,7 @@ class Rewriter:
         self.graph.fx.erase_node(node)
 
     def gathered(self, node: fx.Node) -> None:
-        """Gather the input, compute some columns, and gather them."""
+        """Gather the input, compute some columns, and gather the columns."""
         op = ops.op_of(node)
         values = [op.argument(node, operand.name) for operand in op.tensors]
         found = [(v, s) for v in values if isinstance(s := self.plan.shares.get(v), Share)]
@@ -246,7 +246,7 @@ def replace_uses(node: fx.Node, result: fx.Node) -> None:
 
 
 def describe(graph: Graph, size: int) -> tuple[dict[str, str], dict[str, str]]:
-    """What ranks share and what each computes whole: sentences by the name of the weight or of the node."""
+    """The layers that ranks share, and the whole layers: sentences by the name of the weight or of the node."""
     plan = Planner(graph, size).plan()
     shared = {label(node): action.value for node, action in plan.actions.items()}
     named = {node.name: node for node in graph.fx.nodes}
@@ -254,7 +254,7 @@ def describe(graph: Graph, size: int) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def label(node: fx.Node) -> str:
-    """The module of a node's weight; the name of a node without one."""
+    """The module of a node's weight; the name of a node without a weight."""
     op: Op | None = ops.record_of(node.target)
     weight = op.weight(node) if op is not None else None
     if isinstance(weight, fx.Node) and weight.op == "get_attr":

@@ -1,4 +1,4 @@
-"""Shares: the part of a tensor's dimension that a rank has."""
+"""Shares: a rank's part of a tensor's dimension."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from optkit.kernels.collectives import borders, shares
 
 @dataclass(frozen=True)
 class Share:
-    """A dimension that the ranks share out.
+    """A dimension, shared out among the ranks.
 
     Attributes:
         dim: the dimension of the whole value.
-        parts: sizes of the pieces that lie side by side in the dimension, such as q, k and v of a fused layer. A rank
-            has a share of each piece.
+        parts: sizes of the pieces side by side in the dimension, for example q, k and v of a fused layer. A rank has a
+            share of each piece.
         unit: a share is whole units.
-        sources: names of the linear layers whose columns these are.
-        fixed: the borders lie between KV heads, so another unit must keep them.
+        sources: names of the linear layers with these columns.
+        fixed: the borders lie between KV heads, so another unit must keep the borders.
     """
 
     dim: int
@@ -46,7 +46,7 @@ class Share:
         return tuple(found)
 
     def fits(self, size: int) -> bool:
-        """True where every piece is whole units, and every rank gets one."""
+        """True where every piece is whole units, at least a unit for every rank."""
         return all(part % self.unit == 0 and part // self.unit >= size for part in self.parts)
 
     def is_even(self, size: int) -> bool:
@@ -54,7 +54,7 @@ class Share:
         return all(len(set(shares(part, self.unit, size))) == 1 for part in self.parts)
 
     def aligned(self, step: int, size: int) -> Share | None:
-        """The same borders with a unit that is a multiple of ``step``; None where a border is no such multiple."""
+        """The same borders with a multiple of ``step`` as unit; None where a border is no multiple."""
         coarse = replace(self, unit=math.lcm(self.unit, step))
         same = coarse.fits(size) and all(
             borders(part, self.unit, size) == borders(part, coarse.unit, size) for part in self.parts
@@ -62,17 +62,17 @@ class Share:
         return coarse if same else None
 
     def divided(self, by: int, dim: int | None = None) -> Share:
-        """The share of a dimension with one element for ``by`` elements of this one."""
+        """The share of a dimension with an element for every ``by`` elements."""
         parts = tuple(part // by for part in self.parts)
         return replace(self, parts=parts, unit=self.unit // by, dim=self.dim if dim is None else dim)
 
     def multiplied(self, by: int, dim: int) -> Share:
-        """The share of a dimension with ``by`` elements for each element of this one."""
+        """The share of a dimension with ``by`` elements for each element."""
         return replace(self, parts=tuple(part * by for part in self.parts), unit=self.unit * by, dim=dim)
 
 
 def merged(found: Iterable[Share]) -> Share | None:
-    """The common share of values that are combined element by element; None where they differ."""
+    """The common share of values for an op on equal elements; None where the shares differ."""
     first, *others = found
     if any((o.dim, o.parts, o.unit) != (first.dim, first.parts, first.unit) for o in others):
         return None

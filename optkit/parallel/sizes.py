@@ -1,4 +1,4 @@
-"""The numbers of ranks that a model can be shared by."""
+"""The numbers of ranks for a model."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def good_sizes(meta: GraphMeta) -> list[int]:
 
 
 def check_size(meta: GraphMeta, size: int, where: str) -> None:
-    """Refuse a number of ranks that the model can't be shared by; only facts of graph.json are read.
+    """Refuse a number of ranks beyond the shares of the model; only facts of graph.json are read.
 
     Raises:
-        UserError: heads are not shared out evenly, or a state has no shares; the message has the sizes that work.
+        UserError: heads are not shared out evenly, or a state has no shares; the message has the working sizes.
     """
     if size == 1:
         return

@@ -25,14 +25,14 @@ class Part:
 
 
 class Parts:
-    """The parts of the weights of ``graph`` that a rank reads. Equal parts are one weight."""
+    """The parts of the weights of ``graph`` for a rank. Equal parts are a single weight."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.made: dict[tuple[str, Part], str] = {}
 
     def node(self, weight: fx.Node, part: Part, before: fx.Node) -> fx.Node:
-        """A node in front of ``before`` that reads ``part`` of the weight of the node ``weight``."""
+        """A node in front of ``before``, which reads ``part`` of the weight of the node ``weight``."""
         name = str(weight.target)
         if (name, part) not in self.made:
             number = sum(known == name for known, _ in self.made)
@@ -43,7 +43,7 @@ class Parts:
 
 
 def part_of(stored: Tensor | StoredTensor, part: Part) -> Tensor | StoredTensor:
-    """``part`` of a weight; a tensor in memory is copied only where its elements are not neighbours."""
+    """``part`` of a weight; a tensor in memory is copied only where the elements are not neighbours."""
     if isinstance(stored, StoredTensor):
         if not part.zeros and (found := stored_part(stored, part)) is not None:
             return found
@@ -57,7 +57,7 @@ def part_of(stored: Tensor | StoredTensor, part: Part) -> Tensor | StoredTensor:
 
 
 def stored_part(stored: StoredTensor, part: Part) -> StoredTensor | None:
-    """``part`` of a weight on disk; None for a range over several of its tensors along the input channels."""
+    """``part`` of a weight on disk; None for a range over several stacked tensors along the input channels."""
     dim = 1 - part.dim if stored.transposed else part.dim
     if dim == 0:
         pieces = [piece for start, stop in part.ranges for piece in rows_of(stored.parts, start, stop)]

@@ -182,7 +182,9 @@ def test_a_real_model_answers_as_transformers_with_the_prompt_computed_elsewhere
             prompt = ids[start : start + 300]
             if not computes:
                 source.answer(ask("before", prompt, max_tokens=1))
-            tokens, cached = target.answer(ask(f"r{start}", prompt, source.engine, computes=computes, max_tokens=16))
+            tokens, cached = target.answer(
+                ask(f"r{start}", prompt, source.engine, computes=computes, max_tokens=16)
+            )
             wanted = reference.generate(
                 torch.tensor([prompt]), max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0
             )[0, len(prompt) :]

@@ -1,5 +1,5 @@
-"""Ranks of a tensor-parallel model as processes: the engine process is rank 0, and starts the others.
+"""Ranks of a tensor-parallel model as processes: the engine process is rank 0, and starts the other ranks.
 
 Rank 0 has the scheduler and the sampler. For each step ``leader`` sends the inputs of the batch to the other ranks
-(``messages``), which run their graphs on KV pools of their own (``follower``).
+(``messages``), with a graph and KV pools each (``follower``).
 """

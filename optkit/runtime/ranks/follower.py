@@ -1,4 +1,4 @@
-"""The process of a rank other than 0: load the rank's share, then run each step that rank 0 sends.
+"""The process of a rank other than 0: load the rank's share, then run each step of rank 0.
 
 ``optkit.runtime.ranks.leader`` starts the process as ``python -m optkit.runtime.ranks.follower``. A failed step ends
 the process, and with it the engine: the ranks would be out of step. The process also ends with rank 0: the socket
@@ -37,7 +37,7 @@ class Follower:
         self.model = load_rank(artifact, communicator, trust_code=load.trust_code)  # type: ignore[arg-type]
 
     def allocate(self, pools: Allocate) -> Callable[[Step], None]:
-        """KV pools of the rank; the function that runs a step on them."""
+        """Allocate KV pools of the rank; the function for a step on the pools."""
         import torch
 
         from optkit.graph.kv_layout import layout_of
@@ -55,7 +55,7 @@ class Follower:
 
 
 def serve(sock: socket.socket, region_fd: int) -> None:
-    """Load, answer, and run steps until rank 0 is gone.
+    """Load, answer, and run steps until the end of rank 0.
 
     Raises:
         RankGone: rank 0 closed the socket.

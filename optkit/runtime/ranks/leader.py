@@ -1,4 +1,4 @@
-"""Rank 0: starts the other ranks, sends them each step, and ends where one of them does."""
+"""Rank 0: starts the other ranks, sends each step, and ends when another rank ends."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Ranks:
     Attributes:
         weight_bytes: of all ranks, rank 0 included.
         folder: of ``meeting``, private.
-        lost: the reason for the end of a rank that nobody asked to end.
+        lost: the reason for the unwanted end of a rank.
     """
 
     size: int
@@ -75,7 +75,7 @@ class Ranks:
         return os.path.join(self.folder.name, "meeting")
 
     def watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        """Wait for the end of a rank; then waits of rank 0 fail at once."""
+        """Wait for the end of a rank; then exchanges of rank 0 fail at once."""
         code = process.wait()
         if not self.closing and self.lost is None:
             self.lost = f"rank {rank} ended with code {code}"
@@ -145,10 +145,10 @@ class RankedRunner(ModelRunner):
         ranks.send(Allocate(num_blocks, block_size, self.kv_windows))
 
     def execute(self, batch: Batch) -> torch.Tensor:
-        """See ``ModelRunner.execute``. A step is not cancelled: the other ranks run it to the end.
+        """See ``ModelRunner.execute``. A step is not cancelled, since the other ranks run to the end.
 
         Raises:
-            EngineLost: a rank is gone, or the step failed in one of them.
+            EngineLost: a rank is gone, or the step failed.
         """
         try:
             with uncancellable():

@@ -1,6 +1,6 @@
 """Messages from rank 0 to the other ranks, over a socket pair, and the answers: frames of msgpack.
 
-Both ends are processes of one engine; a frame from the other end is trusted as far as its types.
+Both ends are processes of an engine; a frame from the other end is trusted as far as the types.
 """
 
 from __future__ import annotations

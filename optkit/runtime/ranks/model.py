@@ -1,4 +1,4 @@
-"""The model of one rank: the rank's share of an artifact, lowered and called under the rank's communicator."""
+"""The model of a rank: the rank's share of an artifact, lowered and called under the rank's communicator."""
 
 from __future__ import annotations
 

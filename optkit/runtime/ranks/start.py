@@ -1,4 +1,4 @@
-"""Starting the ranks of an engine: how many, their processes, and the model of rank 0."""
+"""Starting the ranks of an engine: number, processes, and the model of rank 0."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ OPTION = "tensor_parallel_size"
 
 @dataclass(frozen=True)
 class RankZero:
-    """The model of rank 0, and the processes of the others."""
+    """The model of rank 0, and the processes of the other ranks."""
 
     model: RankModel
     ranks: Ranks
 
 
 def num_ranks(artifact: Artifact, options: EngineOptions) -> int:
-    """The number of processes that share the model: the option's, else the artifact's, else 1. Reads no weight.
+    """The number of processes: the option's, else the artifact's, else 1. Reads no weight.
 
     Raises:
-        UserError: the model can't be shared by so many, or the options need an engine of one process.
+        UserError: the model has no so many shares, or the options need a single process.
     """
     asked = options.tensor_parallel_size
     size = asked or noted(artifact)
@@ -53,13 +53,13 @@ def num_ranks(artifact: Artifact, options: EngineOptions) -> int:
 
 
 def noted(artifact: Artifact) -> int:
-    """The number of ranks that the pass has noted in graph.json, which is read only if the recipe names the pass."""
+    """The number of ranks in graph.json, which is read only if the recipe names the pass."""
     named = any(entry.name == TENSOR_PARALLEL for entry in artifact.recipe.entries)
     return int(artifact.annotations().get(TENSOR_PARALLEL) or 1) if named else 1
 
 
 def for_each_rank(options: EngineOptions, size: int) -> EngineOptions:
-    """``options`` of one rank: its part of the KV cache and of the cores."""
+    """``options`` of a rank: a part of the KV cache and of the cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     bytes_of_rank = None if options.kv_cache_bytes is None else max(1, options.kv_cache_bytes // size)
     threads = options.threads or max(1, cores // size)
@@ -67,7 +67,7 @@ def for_each_rank(options: EngineOptions, size: int) -> EngineOptions:
 
 
 def start(artifact: Artifact, options: EngineOptions, size: int) -> RankZero:
-    """Start the other ranks, and load the share of rank 0 meanwhile. ``options`` are those of one rank.
+    """Start the other ranks, and load the share of rank 0 meanwhile. ``options`` are for a single rank.
 
     Raises:
         UserError: a rank could not load its share.
@@ -99,5 +99,5 @@ def region_file(size: int) -> int:
 
 
 def no_embedder() -> Embedder:
-    """Refuse embeddings: their graph is that of one process."""
+    """Refuse embeddings, which need the graph of a single process."""
     raise EngineRefusal(f"embeddings are computed by engines of one rank ({flag(OPTION)} 1)")

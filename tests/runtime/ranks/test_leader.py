@@ -75,7 +75,7 @@ def test_two_processes_give_the_tokens_of_one(artifact: Path, ranks: Engine) -> 
         assert ranks.generate(PROMPTS[:2], sampling) == alone.generate(
             PROMPTS[:2], sampling
         )  # cached prefixes
-    assert ranks.info().tensor_parallel_size == 2 and alone.info().tensor_parallel_size == 1
+    assert ranks.info().num_ranks == 2 and alone.info().num_ranks == 1
     assert ranks.config.num_blocks == alone.config.num_blocks
 
 

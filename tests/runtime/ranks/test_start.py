@@ -1,0 +1,67 @@
+"""The number of ranks of an engine: from the option, else from the artifact, refused before anything is loaded."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from optkit.errors import UserError
+from optkit.graph.ir import GraphMeta
+from optkit.graph.states import KVSpec
+from optkit.recipe.engine_options import EngineOptions
+from optkit.runtime.ranks.start import for_each_rank, num_ranks
+
+
+def artifact(noted: int | None = None, heads: int = 3, target: str = "cpu") -> Any:
+    """Facts of an artifact; an access to its weights is an error."""
+    meta = GraphMeta("llama", 10, 10, (KVSpec(0, heads, 8, 8),), "", "")
+    entries = [SimpleNamespace(name="tensor_parallel")] if noted else []
+    return SimpleNamespace(
+        directory="shared/",
+        recipe=SimpleNamespace(entries=entries, target=target),
+        annotations=lambda: {"tensor_parallel": noted} if noted else {},
+        meta=lambda: meta,
+    )
+
+
+def test_the_option_goes_before_the_artifact() -> None:
+    assert num_ranks(artifact(), EngineOptions()) == 1
+    assert num_ranks(artifact(3), EngineOptions()) == 3
+    assert num_ranks(artifact(3), EngineOptions(tensor_parallel_size=1)) == 1
+    assert num_ranks(artifact(), EngineOptions(tensor_parallel_size=3)) == 3
+
+
+def test_a_pass_that_was_rolled_back_asks_for_nothing() -> None:
+    given = artifact(3)
+    given.annotations = dict
+    assert num_ranks(given, EngineOptions()) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        (
+            artifact(),
+            {"tensor_parallel_size": 2},
+            "--tensor-parallel-size: 2 ranks can't share 3 KV heads.*work: 1, 3",
+        ),
+        (artifact(2), {}, "shared/: 2 ranks can't share 3 KV heads"),
+        (
+            artifact(target="cuda"),
+            {"tensor_parallel_size": 3},
+            "served on CPUs alone. --tensor-parallel-size 1",
+        ),
+        (artifact(3), {"kv_offload_bytes": 5}, "--kv-offload-bytes: ranks do not offload KV"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused(given: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        num_ranks(given, EngineOptions(**options))
+
+
+def test_a_rank_has_its_part_of_the_kv_and_the_threads_that_were_asked_for() -> None:
+    options = for_each_rank(EngineOptions(kv_cache_bytes=900, threads=4), 3)
+    assert (options.kv_cache_bytes, options.threads) == (300, 4)
+    assert for_each_rank(EngineOptions(), 4096).threads == 1
