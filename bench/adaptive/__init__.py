@@ -1,1 +1,1 @@
-"""Limits of the scheduler that follow live latencies, against the best fixed limits, in simulation."""
+"""Limits of the scheduler after live latencies, against the best fixed limits, in simulation."""

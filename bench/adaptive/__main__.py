@@ -1,13 +1,13 @@
-"""Limits of the scheduler that follow live latencies, against the best fixed limits.
+"""Limits of the scheduler after live latencies, against the best fixed limits.
 
     python -m bench.adaptive
     python -m bench.adaptive --artifact artifact/ --save-result adaptive.json
 
 Simulated with the real scheduler, for three mixes of requests: the arrival rate goes from 0.3 of the capacity to 0.9
-and back. Compared are the default limits, the best fixed limits (chosen on other seeds among 18), and limits that
-follow p95 of the last seconds. With ``--artifact`` the times of steps are measured on this machine first, else they
-are those of a small model on two cores. Exit code 1: following latencies is no gain, misses a bound after a step of
-the load, or moves more than once a minute in a steady load.
+and back. Compared are the default limits, the best fixed limits (chosen on other seeds among 18), and limits moved
+after p95 of the last seconds. With ``--artifact`` the times of steps are measured on the machine at hand first, else
+the times are typical of a small model on two cores. Exit code 1: moved limits are no gain, miss a bound after a step of
+the load, or move more than once a minute in a steady load.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Fixed limits and limits that follow live latencies, on the same simulated requests.
+"""Fixed limits and limits moved after live latencies, on the same simulated requests.
 
 The scheduler is the real one, with the policy ``slo``, on a virtual clock. Fixed limits are chosen on other seeds than
-those of the comparison, as ``optkit tune`` would choose them before the load is known.
+the comparison has, as ``optkit tune`` would choose before the load is known.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COSTS = StepCosts((5e-3, 3.6e-4, 3.6e-4, 2.5e-4, 9e-8, 9e-8))
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits that move: a step's time beside decodes in TPOT bounds, places, and admission by forecast."""
+    """The moved limits: a step's time beside decodes in TPOT bounds, places, and admission by forecast."""
 
     chunk: float = 1.0
     places: int = 16
@@ -59,7 +59,7 @@ class Served:
     moves: list[Move]
 
     def within(self, mix: Mix) -> float:
-        """The share of all requests within both bounds; refused ones are not."""
+        """The share of all requests within both bounds; a refused request is not."""
         return statistics.fmean(mix.bounds.met(record) for record in self.records)
 
     @property
@@ -102,7 +102,7 @@ def config(mix: Mix, limits: Limits) -> SchedulerConfig:
 def served(
     mix: Mix, costs: Costs, requests: Sequence[BenchRequest], limits: Limits, *, adaptive: bool = False
 ) -> Served:
-    """``requests`` with fixed limits, or with limits that begin at ``limits`` and follow the latencies."""
+    """``requests`` with fixed limits, or with limits moved after the latencies, from ``limits`` on."""
     varied = Varied(costs, random.Random(len(requests)))
     if not adaptive:
         return Served(simulate(config(mix, limits), varied, requests).records, [])

@@ -1,7 +1,7 @@
-"""Limits of a scheduler that follow live latencies: the feedback loop of the ablation.
+"""Limits of a scheduler after live latencies: the feedback loop of the ablation.
 
 The loop watches p95 of TTFT and TPOT over ``WINDOW`` seconds, and the age of the oldest request without a token. The
-*excess* is the worse of both over their bounds. A single limit moves at a time:
+*excess* is the worse of both as a multiple of the bound. A single limit moves at a time:
 
 * admission: requests with a forecast beyond the TTFT bound are refused;
 * the time of a step with a part of a prompt (``LeastSlack.tpot``), by a factor of ``CHUNK_STEP``;
@@ -10,9 +10,9 @@ The loop watches p95 of TTFT and TPOT over ``WINDOW`` seconds, and the age of th
 Around the bounds is a dead band of ``DEAD``. A move is undone after ``SETTLE`` seconds if the excess rose by more than
 the dead band while the load was the same, and the limit then stays for ``BLOCKED`` seconds.
 
-After a move the next one waits for ``PATIENCE`` seconds, and after an undone move for twice as long. For ``HASTE``
-seconds after a change of the arrival rate (``is_changed``) moves may come every second: so a steady load has one move a
-minute at most, but for false alarms of the test.
+After a move the next waits for ``PATIENCE`` seconds, and after an undone move for twice as long. For ``HASTE``
+seconds after a change of the arrival rate (``is_changed``) moves may come every second: so a steady load has a single
+move a minute at most, but for false alarms of the test.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CHUNK_STEP, PLACES_STEP = 1.4, 1.25
 CHUNK_RANGE = (0.3, 4.0)  # of the TPOT bound
 FEWEST_PLACES = 2
 SURE = 3.0  # standard deviations of a Poisson count, from which the rate has changed
-ROOM = (0.5, 0.9)  # of the bounds on TTFT and TPOT: below, limits go back to those of the start
+ROOM = (0.5, 0.9)  # of the bounds on TTFT and TPOT: below, limits go back to the start
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Controller:
         self._decide(scheduler, now)
 
     def is_changed(self, now: float) -> bool:
-        """True where the arrivals of the last ``WINDOW`` seconds are not those of the rate before."""
+        """True where the arrivals of the last ``WINDOW`` seconds differ from the rate before."""
         before = now - WINDOW
         if before - self._since < 2 * WINDOW:
             return False

@@ -1,4 +1,4 @@
-"""Load for limits that follow live latencies: mixes of requests, and arrivals whose rate changes in steps."""
+"""Load of the ablation: mixes of requests, and arrivals with a rate that changes in steps."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ MIXES = (
 
 
 def stepped(rates: Sequence[float], seconds: float, seed: int) -> list[float]:
-    """Poisson arrivals: ``seconds`` at each of ``rates`` requests a second, one rate after the other."""
+    """Poisson arrivals: ``seconds`` at each of ``rates`` requests a second, in turn."""
     generator = np.random.default_rng([seed, 0])
     found: list[float] = []
     for number, rate in enumerate(rates):

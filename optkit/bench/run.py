@@ -112,13 +112,22 @@ class Session:
     environment: dict[str, Any] = field(default_factory=dict)
 
     def warm_up(self, config: workload.WorkloadConfig, count: int) -> None:
-        """Send ``count`` unmeasured requests to each side."""
+        """Send ``count`` unmeasured requests to each side.
+
+        Raises:
+            UserError: no request of a side was answered, so minutes of measuring would show nothing. With a trace,
+                whose lengths are others, nothing is refused.
+        """
         load = warmups(config, self.ids, count)
         if load is None:
             return
         for side in self.sides:
             self.progress(f"{side.name}: warm-up")
-            side.run(load)
+            records = side.run(load)
+            if not config.trace and not any(record.ok for record in records):
+                reason = next((record.error for record in records if record.error), "no token came")
+                fix = "check --input-len and --output-len; --num-warmups 0 measures all the same"
+                raise UserError(f"every warm-up request failed: {reason}", where=side.name, fix=fix)
 
     def in_turn(self, round_: int) -> Sequence[RunningSide]:
         """The sides in the order of a round: A B, then B A, so no side always comes after the other."""

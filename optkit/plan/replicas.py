@@ -3,18 +3,18 @@
 The assumptions are printed with each result:
 
 - Requests go to the replicas in turn. Each replica has a queue, first come first served.
-- A step with a part of a prompt has the decodes of the step in it. So a prompt takes the predicted seconds of its
-  prefill, and for each chunk the seconds that the decodes add to the step. The start of each prefill follows from the
+- A step with a part of a prompt has the decodes of the step, too. So a prompt takes the predicted seconds of the
+  prefill, and for each chunk the seconds added to the step by decodes. The start of each prefill follows from the
   prefill before (Lindley's recursion on the arrivals of the load, bursts included): ``start = max(arrival, end of the
-  prefill before)``, and the step that runs at the arrival has half its time to go.
+  prefill before)``. A step running at the arrival has half of the time to go.
 - Decodes run at the batch b of Little's law: tokens a second times the seconds of a token. A token takes the predicted
-  step of b sequences, longer by the share of time for prefill. An answer also waits for the prompts that arrived before
-  its first token, and for those that arrive meanwhile.
-- Requests come in bursts: where b decode on the mean, a request finds about 2b others (as if their number were
-  geometric).
-- The time in use is that of the prefills and of the decodes at the largest batch, where a token costs least: a replica
-  with some decodes never rests, and takes more requests all the same. Above 90 % of use no times are given: no queue
-  model is good there.
+  step of b sequences, longer by the share of time for prefill. An answer also waits for the prompts with arrivals
+  before the first token and during the answer.
+- Requests come in bursts: where b decode on the mean, a request finds about 2b other requests (as of a geometric
+  distribution).
+- The time in use is the time of the prefills, and of the decodes at the largest batch, where a token costs least: a
+  replica with some decodes never rests, and takes more requests all the same. Above 90 % of use no times are given: no
+  queue model is good there.
 
 Prefix caches are not counted, nor the spread of a router better than turns.
 """

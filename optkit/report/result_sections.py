@@ -123,7 +123,7 @@ def phase_line(phase: ProfiledPhase, threads: int) -> str:
 def profile_rows(phase: ProfiledPhase, most: int = MOST_ROWS) -> list[tuple[str, ...]]:
     """The rows with the most lost time, and the rest as one."""
     ordered = sorted(phase.rows, key=lambda row: -row.lost)
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             row.name,
             row.op,

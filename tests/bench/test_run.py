@@ -6,6 +6,7 @@ from optkit.bench import run as bench_run
 from optkit.bench.metrics import LatencyBounds
 from optkit.bench.run import Side, run_bench
 from optkit.bench.workload import WorkloadConfig
+from optkit.errors import UserError
 from tests.support.fake_server import FakeServer, normal
 
 CONFIG = WorkloadConfig(num_prompts=2, input_len=6, output_len=3)
@@ -47,3 +48,10 @@ def test_run_bench_reports_problems_when_requests_fail():
         )
     assert len(result.problems()) == 2 and "a round 0: request 0 failed" in result.problems()[0]
     assert result.slo_misses() == ["p95 ttft inf ms > 1000 ms"]
+
+
+def test_a_server_that_answers_no_warm_up_is_refused_before_the_rounds():
+    server = FakeServer(lambda body: ["{"])
+    with server.run() as url, pytest.raises(UserError, match="every warm-up request failed"):
+        run_bench([Side("a", url=url)], CONFIG, "", rounds=50, num_warmups=2)
+    assert len(server.bodies) == 2
