@@ -210,16 +210,6 @@ def predicted_ttft_policy(context: PolicyContext, **options: Any) -> tuple[int, 
     return target, msgspec.to_builtins(state)
 
 
-class PredictedTtftPolicy:
-    """``predicted_ttft_policy`` with ``options``, as Ray Serve makes it: the options reach a class and no function."""
-
-    def __init__(self, **options: Any) -> None:
-        self._options = options
-
-    def __call__(self, context: PolicyContext) -> tuple[int, dict[str, Any]]:
-        return predicted_ttft_policy(context, **self._options)
-
-
 def metrics_of(load: ReplicaLoad) -> dict[str, float]:
     """The metrics of a replica for ``predicted_ttft_policy``, to be returned by ``record_autoscaling_stats``."""
     return {name: float(value) for name, value in msgspec.structs.asdict(load).items()}
