@@ -10,7 +10,7 @@ from typing import Any
 
 
 class PredictedTtftPolicy:
-    """``optkit.fleet.autoscale.predicted_ttft_policy`` with ``options``, which Serve gives to a class and no function."""
+    """``optkit.fleet.autoscale.predicted_ttft_policy`` with ``options``, given by Serve to classes alone."""
 
     def __init__(self, **options: Any) -> None:
         self._options = options
