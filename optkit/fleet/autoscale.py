@@ -6,8 +6,8 @@ work. Each replica measures (``Meter``) and the policy decides at every tick (``
 - *up*, when the predicted p95 of TTFT or the mean backlog is above the promise for ``up_ticks`` ticks. The new number
   carries the offered work at ``busy_share`` and works the backlog off within ``drain_seconds``, so a large step of the
   load is answered at once. While new replicas load, only a larger need raises the number.
-- *down* by one, when the replicas that stay would be used to less than ``busy_share`` for ``down_seconds`` without a
-  break. A replica on its way out drains, so no stream is cut.
+- *down* by a replica, when the remaining replicas would be used to less than ``busy_share`` for ``down_seconds``
+  without a break. A leaving replica drains, so no stream is cut.
 - else nothing: noise around a bound neither adds nor removes a replica.
 
 ``predicted_ttft_policy`` has the form of an ``AutoscalingPolicy`` function of Ray Serve, without an import of Ray.
