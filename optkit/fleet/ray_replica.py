@@ -166,7 +166,7 @@ def replica_count(config: FleetConfig) -> dict[str, Any]:
     if config.autoscale is None:
         return {"num_replicas": config.replicas}
     policy = {
-        "policy_function": "optkit.fleet.autoscale:PredictedTtftPolicy",
+        "policy_function": "optkit.fleet.serve_policy:PredictedTtftPolicy",
         "policy_kwargs": msgspec.to_builtins(config.autoscale),
     }
     scaling = {
