@@ -32,7 +32,7 @@ class Follower:
         from optkit.artifact.open import Artifact
         from optkit.runtime.ranks.model import load_rank
 
-        torch.set_num_threads(load.threads)
+        torch.set_num_threads(load.num_threads)
         artifact = Artifact.open(load.artifact_dir, verify=False)
         self.model = load_rank(artifact, communicator, trust_code=load.trust_code)  # type: ignore[arg-type]
 
@@ -44,7 +44,7 @@ class Follower:
         from optkit.runtime.runner import ModelRunner
 
         layout = layout_of(self.model.states, pools.windows)
-        runner = ModelRunner(self.model, pools.num_blocks, pools.block_size, layout=layout)
+        runner = ModelRunner(self.model, pools.num_blocks, pools.block_tokens, layout=layout)
 
         @torch.inference_mode()
         def step(message: Step) -> None:
@@ -66,7 +66,9 @@ def serve(sock: socket.socket, region_fd: int) -> None:
     if not isinstance(load, Load):
         raise RankGone
     try:
-        follower = Follower(load, communicator(load.rank, load.size, load.threads, region_fd, load.meeting))
+        follower = Follower(
+            load, communicator(load.rank, load.size, load.num_threads, region_fd, load.meeting)
+        )
     except UserError as error:
         messages.send(sock, messages.frame(Failed(error.what, error.where, error.fix)))
         raise RankGone from error

@@ -21,7 +21,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     artifact_dir: str
     rank: int
     size: int
-    threads: int
+    num_threads: int
     trust_code: bool
     meeting: str
 
@@ -41,10 +41,10 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Allocate(msgspec.Struct, frozen=True, tag=True):
-    """Allocate KV pools of ``num_blocks`` blocks of ``block_size`` tokens, for groups of layers with ``windows``."""
+    """Allocate KV pools of ``num_blocks`` blocks of ``block_tokens`` tokens, for groups of layers with ``windows``."""
 
     num_blocks: int
-    block_size: int
+    block_tokens: int
     windows: tuple[int, ...]
 
 
