@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 ORDERS = 3
 MISSES = 2  # most misses of an order
 SEED = 2000  # apart from those of the race: fresh prompts
+BUDGET_ENDED = "the budget ended"
 TIME_SHARE = 0.7  # of a run's usual time that must be left for it to begin
 
 
@@ -36,7 +37,8 @@ def confirm(search: Search, setting: Setting) -> bool:
     claimed = max((float(one["cost"]) for one in outcome.orders), default=math.inf)
     if held or outcome.setting is None or worst["cost"] < claimed:
         outcome.setting, outcome.orders, outcome.held = setting, orders, held
-        outcome.claim = worst["values"]
+        measured = [one for one in orders if one["values"]]
+        outcome.claim = max(measured, key=lambda one: float(one["cost"]))["values"] if measured else ""
         outcome.reasons = [f"order {one['order']}: {line}" for one in orders for line in one["missing"]]
     return held
 
@@ -50,7 +52,7 @@ def order(search: Search, number: int, servers: Servers, setting: Setting) -> di
     for part, count in enumerate(counts):
         fresh, key = count - len(records), f"confirm {number} part {part} {setting.key}"
         if not search.is_time(key, TIME_SHARE * search.duration(fresh)):
-            missing = ["the budget ended"]
+            missing = [BUDGET_ENDED]
             break
         schedule = search.lab.requests(fresh, search.seed + SEED + 10 * number + part)
         trial = search.measured(key, servers, setting, schedule)

@@ -74,9 +74,10 @@ def evidence(outcome: Outcome, slo: Slo, shape: Shape) -> list[str]:
     if outcome.orders:
         count = sum(order["requests"] for order in outcome.orders)
         verdict = "Held" if outcome.held else "NOT SHOWN"
+        orders = sum(order["requests"] > 0 for order in outcome.orders)
+        worst = f"the worst: {outcome.claim}" if outcome.claim else "nothing was measured"
         lines.append(
-            f"{verdict}: {count} requests in {len(outcome.orders)} orders of arrival with fresh prompts; the worst: "
-            f"{outcome.claim}."
+            f"{verdict}: {count} requests in {orders} orders of arrival with fresh prompts; {worst}."
         )
     lines += [f"{reason}." for reason in outcome.reasons]
     lines += [f"Quality against the source model: {line}." for line in outcome.quality]

@@ -17,7 +17,7 @@ ends a phase; the end of a phase is a trial too, so a resumed run decides the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from optkit.errors import UserError
 from optkit.simulation.simulator import Simulation, simulate, simulate_rate
 from optkit.tune import goal
 from optkit.tune.calibration import Calibration
-from optkit.tune.confirmation import ORDERS, confirm
+from optkit.tune.confirmation import BUDGET_ENDED, ORDERS, confirm
 from optkit.tune.intervals import Ratio, paired_ratio
 from optkit.tune.journal import Journal, Trial
 from optkit.tune.lab import TAIL, Lab, Shape
@@ -370,9 +370,18 @@ class Search:
     def _advise(self, setting: Setting) -> None:
         from optkit.tune.advice import advice
 
+        if all(_ended_early(one) for one in self.outcome.orders):
+            line = "no order of arrival missed the objective: a larger --budget lets the confirmation end"
+            self.outcome.advice = [line]
+            return
         requests = self.lab.requests(SIMULATED_REQUESTS, self.seed + SEED_SIMULATE)
         found = self.journal.trial(self.of_budget("advice"), lambda: advice(self, setting, requests))
         self.outcome.advice = found.result or [found.reason]
+
+
+def _ended_early(order: Mapping[str, Any]) -> bool:
+    """True for an order of a confirmation that misses nothing but time."""
+    return set(order["missing"]) <= {BUDGET_ENDED} and (not order["values"] or _number(order["cost"]) <= 1)
 
 
 def _level(costs: Sequence[float]) -> float:

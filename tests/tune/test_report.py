@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from optkit.tune.intervals import Ratio
 from optkit.tune.journal import Journal, TrialFailed
 from optkit.tune.lab import Shape
 from optkit.tune.outcome import Outcome
-from optkit.tune.report import markdown, recipe_text, write_artifact, write_files
+from optkit.tune.report import evidence, markdown, recipe_text, write_artifact, write_files
 from optkit.tune.settings import Setting
 
 SLO = parse_slo("ttft_p95<650ms@4rps")
@@ -46,6 +47,21 @@ def test_the_recipe_has_the_options_and_the_evidence_beside_each() -> None:
     note = "# runtime.max_num_seqs: 4, was 16; cost 0.800 [0.750, 0.860] of that without the change"
     assert lines[lines.index(note) + 1].startswith("runtime:")
     assert "177 requests in 3 orders of arrival" in text and "the worst: ttft_p95 453 ms" in text
+
+
+def test_an_order_without_time_is_none_and_the_claim_is_that_of_the_others() -> None:
+    unmeasured = {
+        "order": 3,
+        "requests": 0,
+        "cost": float("inf"),
+        "values": "",
+        "missing": ["the budget ended"],
+    }
+    early = replace(outcome(), held=False, orders=[*ORDERS[:2], unmeasured])
+    (line,) = [line for line in evidence(early, SLO, SHAPE) if line.startswith("NOT SHOWN")]
+    assert "118 requests in 2 orders" in line and line.endswith("the worst: ttft_p95 453 ms.")
+    none = replace(outcome(), held=False, claim="", orders=[unmeasured])
+    assert any("nothing was measured" in line for line in evidence(none, SLO, SHAPE))
 
 
 @pytest.mark.parametrize(

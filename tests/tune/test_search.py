@@ -149,7 +149,8 @@ def test_a_killed_search_resumes_to_the_same_end_without_repeating_a_trial(
 def test_a_larger_budget_goes_on_where_a_smaller_one_ended(tmp_path: Path) -> None:
     lab = FakeLab(BOTH, shape(rate=1.0, input_len=64))
     short, _ = search(lab, tmp_path / "j", "ttft_p95<700ms@1rps", tuple(BOTH), 150.0)
-    assert not short.held
+    assert not short.held and any("the budget ended" in reason for reason in short.reasons)
+    assert len(short.advice) == 1 and "a larger --budget" in short.advice[0]
     first = list(lab.calls)
     found, _ = search(lab, tmp_path / "j", "ttft_p95<700ms@1rps", tuple(BOTH), 1800.0)
     assert found.held
