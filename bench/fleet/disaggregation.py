@@ -10,7 +10,8 @@ a request names the source of KV.
 answers must be the same bytes. In further rounds ``p`` is killed in the middle: no answer may fail or differ.
 ``mixed``: streams run, and a long prompt arrives every ``--interval`` seconds. Prompts are computed in pieces within
 ``--tpot``, the best of engines side by side. Side by side both engines have half of the streams and of the prompts;
-apart, ``d`` has all streams and answers, and ``p`` computes the prompts. Compared is the 99th percentile of the time between two tokens of a stream while a prompt is on its way to the first token.
+apart, ``d`` has all streams and answers, and ``p`` computes the prompts. Compared is the 99th percentile
+of the time between two tokens of a stream while a prompt is on the way to the first token.
 ``chat``: conversations of short turns beside streams, each turn by ``optkit.fleet.placement``, against local turns.
 
 Exit code 1: a bound is missed.
