@@ -1,1 +1,1 @@
-"""Figures of a fleet, each by a module of its own: ``python -m bench.fleet NAME``."""
+"""Figures of a fleet, a module each: ``python -m bench.fleet NAME``."""

@@ -1,9 +1,9 @@
-"""Time of a router's decision, and memory of its index.
+"""Time of a router's decision, and memory of the index.
 
     python -m bench.fleet decision
 
-Each replica holds full prefix caches; each prompt shares a prefix of a random length with some of them. Digests are
-made before the clock starts (``--with-digests`` counts them), and the log line of each decision is formatted and
+Each replica has a full prefix cache; each prompt shares a prefix of a random length with each cache. Digests are
+made before the clock starts (``--with-digests`` counts the digests), and the log line of each decision is formatted and
 written to the null device, as a server would. Exit code 1 for a p99 over ``MOST_SECONDS`` or more than ``MOST_BYTES``
 a block.
 """

@@ -1,16 +1,16 @@
-"""Engines killed in mid-stream, and a request that kills engines: what clients see.
+"""Engines killed in mid-stream, and a request with the death of engines: the effect on clients.
 
-    python -m bench.fleet.failover                        # mock engines in processes of their own; about 5 minutes
+    python -m bench.fleet.failover                        # mock engines in separate processes; about 5 minutes
     python -m bench.fleet.failover --artifact artifact/   # a real model
     python -m bench.fleet.failover --kills 5              # a smoke test
 
-Two engine processes serve; in each round some streams begin, half of them greedy and half seeded, and SIGKILL ends one
-of the engines at a random moment. Afterwards the same requests run undisturbed, with another cache salt so that no KV
-is shared; answers must be equal token for token. ``pause`` is the longest time between two outputs of a stream that
-lost its engine. ``recompute`` is the time from arrival to first token of the same tokens as one prompt, at the end, on
-the other engine. ``capacity`` is the time until the killed engine's replica serves again.
+Two engine processes serve; in each round some streams begin, half greedy and half seeded, and SIGKILL ends an engine at
+a random moment. Afterwards the same requests run undisturbed, with another cache salt and so without shared KV; answers
+must be equal token for token. ``pause`` is the longest time between two outputs of a stream with a lost engine.
+``recompute`` is the time from arrival to first token of the same tokens as a prompt, afterwards and alone. ``capacity``
+is the time until the killed engine's replica serves again.
 
-With mock engines a poison request follows: it ends each engine that begins it, with neighbours on all replicas.
+With mock engines a poison request comes first, with neighbours on all replicas: every engine dies at the first step.
 
 Prints a table. Exit code 1: a bound is missed.
 """
@@ -55,7 +55,7 @@ LEAST = {"streams that lost their engine": 1.0, "poison: refused": 1.0}
 
 @dataclass
 class Heard:
-    """What a client gets."""
+    """The outputs at a client."""
 
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
@@ -156,7 +156,7 @@ async def kills(fleet: ProcessFleet, args: argparse.Namespace, dice: random.Rand
 
 
 async def poison(fleet: ProcessFleet, args: argparse.Namespace) -> dict[str, Any]:
-    """A request that ends engines, among others; sent three times, as clients repeat."""
+    """A request with the death of engines, sent three times beside harmless requests."""
     dice = random.Random(args.seed)
     asked = [request(args, f"n{i}", dice) for i in range(2 * args.replicas)]
     streams = [asyncio.create_task(collect(fleet, single)) for single in asked]
@@ -205,7 +205,7 @@ def undisturbed(asked: EngineRequest) -> EngineRequest:
 
 
 async def recompute(fleet: ProcessFleet, asked: EngineRequest, got: Heard) -> float:
-    """Seconds from arrival to first token for the tokens that the second engine had to compute, alone."""
+    """Seconds from arrival to first token for the tokens computed by the second engine, alone."""
     at = max(range(1, len(got.times)), key=lambda i: got.times[i] - got.times[i - 1])
     ids = (*asked.prompt_ids, *got.tokens[:at])
     sampling = SamplingParams(max_tokens=1, temperature=0.0)
@@ -234,7 +234,7 @@ def note(heard: Heard, output: TokenOutput) -> None:
 
 
 async def until_back(fleet: ProcessFleet, victim: ProcessReplica) -> float:
-    """Seconds until the fleet has its replicas again after the death of ``victim``."""
+    """Seconds until all replicas of the fleet are ready again after the death of ``victim``."""
     begun, count = time.monotonic(), len(fleet.replicas)
     while victim.is_ready:  # the death is not noticed yet
         await asyncio.sleep(0.005)

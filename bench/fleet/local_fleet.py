@@ -1,11 +1,11 @@
-"""Replicas in one event loop behind failover: mock replicas, or engine processes."""
+"""Replicas in an event loop behind failover: mock replicas, or engine processes."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from optkit.fleet.failover import Failover, Migration, Placed, Wanted
@@ -33,7 +33,7 @@ class FleetReplica(Replica, Protocol):
 
     @property
     def num_streams(self) -> int:
-        """Requests that are being served."""
+        """The number of requests in service."""
         ...
 
     async def start(self) -> None:
@@ -49,7 +49,7 @@ R = TypeVar("R", bound=FleetReplica)
 
 
 class LocalFleet(Generic[R]):
-    """Replicas, and ``failover`` over them. A request goes to the replica with the fewest requests.
+    """Replicas behind ``failover``. A request goes to the replica with the fewest requests.
 
     Attributes:
         migrations: of all requests, in order.
@@ -75,7 +75,7 @@ class LocalFleet(Generic[R]):
         return f"replica-{self._num_made}"
 
     async def enter(self, replica: R) -> R:
-        """Take a replica into the fleet at once, and return when its engine is ready."""
+        """Take a replica into the fleet at once, and return when the engine is ready."""
         self.replicas[replica.replica_id] = replica
         await replica.start()
         self.failover.wake()
@@ -103,7 +103,7 @@ class LocalFleet(Generic[R]):
         return Placed(replica, replica.version, Work(request=wanted.request))
 
     def _open(self, wanted: Wanted, version: str | None) -> list[R]:
-        """The replicas that may take the request; a version of None is any."""
+        """The replicas free for the request; a version of None is any."""
         return [
             replica
             for name, replica in self.replicas.items()
@@ -145,7 +145,7 @@ class MockFleet(LocalFleet[MockReplica]):
         self.num_deaths = 0
 
     async def add(self, model: MockModel, version: str = "v1") -> MockReplica:
-        """A new replica, when its engine is ready; it is one of ``replicas`` at once."""
+        """A new replica, once the engine is ready; the replica is in ``replicas`` at once."""
         replica = MockReplica(self.new_name(), model, version, self._options)
         replica.on_death = self._died
         return await self.enter(replica)
@@ -163,7 +163,7 @@ class MockFleet(LocalFleet[MockReplica]):
 
 
 class ProcessReplica(LocalReplica):
-    """An engine process under its supervisor, which starts another one after a death."""
+    """An engine process under a supervisor, which starts the next process after a death."""
 
     def __init__(
         self, replica_id: str, artifact_dir: str, version: str, options: EngineOptions, factory: str
@@ -187,7 +187,7 @@ class ProcessReplica(LocalReplica):
         if self.supervisor.pid is not None:
             os.kill(self.supervisor.pid, signal.SIGKILL)
 
-    async def generate(self, work: Work) -> Any:
+    async def generate(self, work: Work) -> AsyncGenerator[TokenOutput, None]:
         self.num_streams += 1
         try:
             outputs: AsyncIterator[TokenOutput] = super().generate(work)
@@ -202,10 +202,10 @@ class ProcessReplica(LocalReplica):
 
 
 class ProcessFleet(LocalFleet[ProcessReplica]):
-    """A fleet of engine processes on this machine.
+    """A fleet of engine processes on the local machine.
 
     Args:
-        artifacts: by version, as the factory takes them.
+        artifacts: first argument of the factory, by version.
         factory: of the engines.
     """
 
@@ -216,7 +216,7 @@ class ProcessFleet(LocalFleet[ProcessReplica]):
         self._artifacts, self._factory, self._options = artifacts, factory, options or EngineOptions()
 
     async def add(self, version: str) -> ProcessReplica:
-        """A new replica, when its engine is ready; it is one of ``replicas`` at once."""
+        """A new replica, once the engine is ready; the replica is in ``replicas`` at once."""
         name, directory = self.new_name(), self._artifacts[version]
         replica = await self.enter(ProcessReplica(name, directory, version, self._options, self._factory))
         self.begin(self._replace(replica))
@@ -238,7 +238,7 @@ class LocalControl:
         test, judge: give the verdicts, from ids of replicas.
 
     Attributes:
-        shares: of new requests for the new version, as they were set.
+        shares: of new requests for the new version, in order.
     """
 
     def __init__(

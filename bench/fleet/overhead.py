@@ -1,11 +1,11 @@
-"""What a fleet costs: one client against a single server, and streams over mock replicas against the mocks alone.
+"""The cost of a fleet: a client against a single server, and streams over mock replicas against the mocks alone.
 
-    python -m bench.fleet overhead one --artifact artifact/       # TTFT + 10 ms, TPOT + 0.8 ms at p50
-    python -m bench.fleet overhead many                           # goodput >= 0.95 of the mocks alone
+    python -m bench.fleet overhead client --artifact artifact/    # TTFT + 10 ms, TPOT + 0.8 ms at p50
+    python -m bench.fleet overhead streams                        # goodput >= 0.95 of the mocks alone
 
-``one`` starts ``optkit serve`` with and without ``--replicas 1``, each with the same threads, and sends requests to
-both in turns, with new prompts. ``many`` has 16 clients over 4 mock replicas that take 10 ms a token. *Alone* are the
-same engine processes and clients without Ray and HTTP. A request counts when its tokens came at most 1.2 x 10 ms apart
+``client`` starts ``optkit serve`` with and without ``--replicas 1``, each with the same threads, and sends requests to
+both in turns, with new prompts. ``streams`` has 16 clients over 4 mock replicas of 10 ms a token. *Alone* are the
+same engine processes and clients without Ray and HTTP. A request counts when the tokens came at most 1.2 x 10 ms apart
 in the mean and the first at most 150 ms after the request; goodput is the tokens of counted requests a second. Needs
 an environment with Ray (``make fleet`` makes ``.fleet``).
 """
@@ -54,7 +54,7 @@ class Timed:
 
 
 def timed(start: float, times: Sequence[float], num_tokens: int) -> Timed:
-    """The figures of an answer from the times of its chunks."""
+    """The figures of an answer from the times of the chunks."""
     return Timed(times[0] - start, (times[-1] - times[0]) / max(1, num_tokens - 1), num_tokens)
 
 
@@ -97,7 +97,7 @@ def cpu_of(process: psutil.Process) -> dict[str, float]:
 
 @asynccontextmanager
 async def serving(*arguments: str) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the server that ``python -m`` with ``arguments`` starts."""
+    """A client of the server of ``python -m`` with ``arguments``."""
     command = [sys.executable, "-m", *arguments]
     process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
     try:
@@ -183,7 +183,7 @@ async def load(ask: Any, args: argparse.Namespace) -> tuple[list[Timed], float]:
 
 
 async def alone(model: str, args: argparse.Namespace) -> tuple[list[Timed], float]:
-    """Engine processes of this process; each client has an engine."""
+    """Engine processes below the client's process; each client has an engine."""
     engines = [EngineClient(model, factory=MOCK_FACTORY) for _ in range(REPLICAS)]
     await asyncio.gather(*(engine.start() for engine in engines))
 
@@ -227,7 +227,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["one", "many"])
+    parser.add_argument("what", choices=["client", "streams"])
     parser.add_argument("--artifact", default="artifact")
     parser.add_argument("--requests", type=int, default=20, help="of each server, or of each client")
     parser.add_argument("--prompt-tokens", type=int, default=128)
@@ -236,7 +236,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-result", type=Path)
     args = parser.parse_args(arguments)
-    result = asyncio.run(one(args) if args.what == "one" else many(args))
+    result = asyncio.run(one(args) if args.what == "client" else many(args))
     for name, value in result.items():
         print(f"{name:24} {value:.3f}" if isinstance(value, float) else f"{name:24} {value}")
     if args.save_result:

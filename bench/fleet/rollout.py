@@ -3,9 +3,9 @@
     python -m bench.fleet.rollout
     python -m bench.fleet.rollout --slow-canary 3      # the new version is slower: the update is rolled back
 
-Mock engines (real processes) of an old version serve random arrivals. A quarter into the load the update begins: one
-engine of the new version beside the others, a self-test by known answers, a comparison of the new engine with an old
-one on requests that alternate, then engine after engine. Exit code 1: a bound is missed.
+Mock engines (real processes) of an old version serve random arrivals. A quarter into the load the update begins: a new
+engine beside the old engines, a self-test by known answers, a comparison of the new engine with an old engine on
+alternating requests, then engine after engine. Exit code 1: a bound is missed.
 """
 
 from __future__ import annotations

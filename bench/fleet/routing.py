@@ -7,9 +7,9 @@ clock. The rule under test is the router of a fleet, fed with reports four times
 shortest queue sees the true number of open requests at each arrival, which no real router does.
 
 Load is the time of all prefills alone, without a cache, over the time of all replicas: the trace is stretched to the
-load. Lengths are scaled (``--scale``), so a block of 512 tokens of Mooncake's traces is one of 16 at the default 1/32.
+load. Lengths are scaled (``--scale``), so a block of 512 tokens of Mooncake's traces has 16 tokens at the default 1/32.
 Exit code 1 where a bound is missed: with prefixes p50 and p95 of the TTFT at most ``--p50`` and ``--p95`` of the
-shortest queue's, without prefixes at most ``NO_REUSE`` of them.
+shortest queue's, without prefixes at most ``NO_REUSE``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FRESH = 1 << 22  # numbers of blocks from here on are in no trace; 4 million blo
 
 
 class Turns:
-    """One replica after another."""
+    """The replicas in turn."""
 
     def begin(self, replicas: Sequence[SimulatedReplica], clock: Callable[[], float]) -> None:
         self._next = count()
@@ -112,7 +112,7 @@ def block(number: int, size: int) -> tuple[int, ...]:
 def requests(
     rows: Sequence[TraceRow], scale: float, output_scale: float, stretch: float
 ) -> Iterator[BenchRequest]:
-    """The requests of a trace, made when they are due.
+    """The requests of a trace, made when due.
 
     Args:
         stretch: factor on the times.
@@ -130,7 +130,7 @@ def requests(
 
 
 def stretch_of(rows: Sequence[TraceRow], scale: float, costs: StepCosts, replicas: int, load: float) -> float:
-    """The factor on the times of a trace that gives ``load``."""
+    """The factor on the times of a trace for a load of ``load``."""
     work = sum(costs.alone(row.scaled(scale).input_len, 0) for row in rows)
     return work / replicas / load / (rows[-1].at - rows[0].at)
 
@@ -189,7 +189,7 @@ def quantiles(run: FleetRun) -> tuple[float, float]:
 
 
 def ratios(found: dict[str, FleetRun]) -> tuple[float, float]:
-    """p50 and p95 of the router over those of the shortest queue."""
+    """p50 and p95 of the router over p50 and p95 of the shortest queue."""
     ours, theirs = quantiles(found["predicted TTFT"]), quantiles(found["shortest queue"])
     return ours[0] / theirs[0], ours[1] / theirs[1]
 

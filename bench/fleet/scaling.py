@@ -1,9 +1,10 @@
-"""A load step on engine processes under the autoscaling policy: when the first new replica serves, and nothing is cut.
+"""A load step on engine processes under the autoscaling policy: the time until the first new replica serves.
 
     python -m bench.fleet.scaling
 
-Mock engines (real processes, the seconds of a small model) serve random arrivals: a load for one replica, then for
-three, then for one again. Once a second the policy reads what the replicas report. Exit code 1: a bound is missed.
+Mock engines (real processes, the seconds of a small model) serve random arrivals: a load for a single replica, then for
+three replicas, then for a single replica again. Every second the policy reads the reports of the replicas. No stream
+may be cut on the way down. Exit code 1: a bound is missed.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class Scaler:
 
 
 def priced(report: ReplicaReport) -> ReplicaReport:
-    """``report`` with the times that a replica of the mock model predicts, where the report has none."""
+    """``report`` with times predicted for the mock model, where the report has no times."""
     if report.prefill_seconds:
         return report
     sizes = (0, 256, 512, 1024, 2048)

@@ -6,8 +6,8 @@ work. Each replica measures (``Meter``) and the policy decides at every tick (``
 - *up*, when the predicted p95 of TTFT or the mean backlog is above the promise for ``up_ticks`` ticks. The new number
   carries the offered work at ``busy_share`` and works the backlog off within ``drain_seconds``, so a large step of the
   load is answered at once. While new replicas load, only a larger need raises the number.
-- *down* by one, when the replicas that stay would be used to less than ``busy_share`` for ``down_seconds`` without a
-  break. A replica on its way out drains, so no stream is cut.
+- *down* by a replica, when the remaining replicas would be used to less than ``busy_share`` for ``down_seconds``
+  without a break. A leaving replica drains, so no stream is cut.
 - else nothing: noise around a bound neither adds nor removes a replica.
 
 ``predicted_ttft_policy`` has the form of an ``AutoscalingPolicy`` function of Ray Serve, without an import of Ray.
@@ -208,16 +208,6 @@ def predicted_ttft_policy(context: PolicyContext, **options: Any) -> tuple[int, 
     loads = [ReplicaLoad(**{name: metrics[name][replica] for name in fields}) for replica in replicas]
     target, state = decide(config, state, loads, context.target_num_replicas, context.current_time or 0.0)
     return target, msgspec.to_builtins(state)
-
-
-class PredictedTtftPolicy:
-    """``predicted_ttft_policy`` with ``options``, as Ray Serve makes it: the options reach a class and no function."""
-
-    def __init__(self, **options: Any) -> None:
-        self._options = options
-
-    def __call__(self, context: PolicyContext) -> tuple[int, dict[str, Any]]:
-        return predicted_ttft_policy(context, **self._options)
 
 
 def metrics_of(load: ReplicaLoad) -> dict[str, float]:

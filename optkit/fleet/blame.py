@@ -1,17 +1,17 @@
 """The requests that may have ended an engine, and the replicas on which such a request is on probation.
 
-A death does not show which of the running requests was the cause. So every request that the dead engine had begun is a
-*suspect*, and each replica computes one suspect at a time beside its other requests. A deterministic cause ends the
-next engine before the answer has one token more than at the first death. Thus:
+A death does not show which of the running requests was the cause. So every request begun by the dead engine is a
+*suspect*, and each replica computes a single suspect at a time beside the other requests. A deterministic cause ends
+the next engine before the answer has a token more than at the first death. Thus:
 
-1. A suspect with more tokens than at the death, or at its end, is *cleared*.
+1. A suspect with more tokens than at the death, or at the end of the answer, is *cleared*.
 2. Dead again with a suspect on board: the suspect is *guilty*, and refused for ``BLOCK_SECONDS``. The other requests
    are suspects, and are moved.
-3. Dead without a suspect on board, for the second time in the life of a request: the request fails. So a cause that
-   lets some tokens pass ends two engines as well.
+3. Dead without a suspect on board, for the second time in the life of a request: the request fails. So a cause with
+   some tokens between the deaths ends two engines as well.
 
-The rules are those of ``optkit.serve.quarantine``, which guards the requests that come back to one engine; here one
-ledger guards all replicas that an API process can reach. Plain state without input, output or waiting.
+The rules are those of ``optkit.serve.quarantine``, which guards an engine against repeated requests; here a single
+ledger guards all replicas of an API process. Plain state without input, output or waiting.
 """
 
 from __future__ import annotations

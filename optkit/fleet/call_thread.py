@@ -1,7 +1,7 @@
-"""A thread for blocking calls that lives as long as the process.
+"""A thread for blocking calls, as long-lived as the process.
 
-Processes that Ray starts end with the *thread* that started them (``PR_SET_PDEATHSIG``), so a thread of a pool, which
-may end, is no place for the calls.
+Ray's processes end with the *thread* of their start (``PR_SET_PDEATHSIG``), so a thread of a pool, which may end, is no
+place for the calls.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CallThread:
             self._work.get()()
 
     async def run(self, call: Callable[[], T]) -> T:
-        """The result of ``call``, or its exception. A cancelled caller leaves the call alone."""
+        """The result of ``call``, or the exception. A cancelled caller leaves the call alone."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
 

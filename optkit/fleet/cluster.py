@@ -1,4 +1,4 @@
-"""Deploying to a running Ray cluster, by the REST API of its dashboard; needs no Ray here."""
+"""Deploying to a running Ray cluster, by the REST API of the dashboard; needs no Ray here."""
 
 from __future__ import annotations
 
@@ -52,11 +52,13 @@ class Cluster:
             path = application["route_prefix"]
             if path in paths:
                 what = f"the application {paths[path]} has the path {path} already"
-                raise UserError(what, where=self.address, fix="give another --root-path, or its --name to replace it")
+                raise UserError(
+                    what, where=self.address, fix="give another --root-path, or its --name to replace it"
+                )
         self._call("PUT", config | {"applications": [*others, *config["applications"]]})
 
     def status(self, name: str) -> tuple[str, str]:
-        """The status of application ``name``, such as DEPLOYING, and a message of its parts."""
+        """The status of application ``name``, such as DEPLOYING, and the messages of the parts."""
         found = self._call("GET").get("applications", {}).get(name)
         if found is None:
             return "NOT_STARTED", ""
@@ -69,7 +71,7 @@ class Cluster:
         """Return when application ``name`` is running.
 
         Raises:
-            UserError: it failed, or it does not run after ``timeout`` seconds.
+            UserError: a failure, or no running application after ``timeout`` seconds.
         """
         end = time.monotonic() + timeout
         while True:

@@ -1,7 +1,7 @@
 """The description of a fleet: what each node of a cluster needs to start a replica or the server.
 
 A ``FleetConfig`` is the ``args`` of the application in a Serve config, and holds no secrets: API keys come from a
-file or the environment of the node that runs the server.
+file or the environment of the server's node.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     otlp_traces_endpoint: str | None = None
 
     def options(self) -> ServeOptions:
-        """The options of a server on this machine, with its keys.
+        """The options of a server on the local machine, with the keys.
 
         Raises:
             UserError: no key file, or an address for other machines without a key.
@@ -63,19 +63,19 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A fleet of replicas of one artifact.
+    """A fleet of replicas of an artifact.
 
     Attributes:
         artifact: directory on each node.
-        digest: of the artifact; a node with another artifact there refuses to serve. Empty accepts any.
+        digest: of the artifact; a node with another artifact refuses to serve. Empty accepts any.
         engine: the given options of the engine, by name.
         replicas: number of replicas.
         servers: number of processes with the HTTP server.
-        cpus, gpus: reserved for each replica, on one node.
+        cpus, gpus: reserved for each replica, on a single node.
         drain_seconds: time for running answers when a replica leaves.
-        autoscale: limits and promise of a fleet that grows and shrinks, with ``replicas`` at first; None: fixed.
+        autoscale: limits and promise of a fleet of changing size, with ``replicas`` at first; None: fixed.
         http: options of the server.
-        factory: of the engines (``optkit.runtime.process.launch``); another one takes ``artifact`` for its own.
+        factory: of the engines (``optkit.runtime.process.launch``); another factory reads ``artifact`` in another way.
     """
 
     artifact: str
@@ -92,7 +92,7 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def most_replicas(self) -> int:
-        """The replicas of the fleet when it is full."""
+        """The most replicas of the fleet."""
         return self.replicas if self.autoscale is None else self.autoscale.max_replicas
 
     def to_args(self) -> dict[str, Any]:
@@ -104,10 +104,10 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return kept | ({"http": http} if http else {})
 
     def open(self) -> Artifact:
-        """The artifact of this node, verified.
+        """The artifact of the local node, verified.
 
         Raises:
-            UserError: none, a damaged one, or one with another digest.
+            UserError: no artifact, a damaged artifact, or another digest.
         """
         opened = Artifact.open(self.artifact)
         if self.digest and content_digest(opened.manifest) != self.digest:
@@ -134,5 +134,5 @@ def read_config(args: Mapping[str, Any]) -> FleetConfig:
 
 
 def threads_each(artifact: Artifact, engine: Mapping[str, Any], replicas: int) -> int:
-    """The compute threads of each of ``replicas`` on this machine: the given number, else a share of the cores."""
+    """The compute threads of each of ``replicas`` on the local machine: the given number, else a share of the cores."""
     return engine_options(artifact.recipe, engine).threads or max(1, usable_cores() // replicas)

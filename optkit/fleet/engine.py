@@ -1,6 +1,6 @@
-"""FleetEngine: several replicas as one engine (``optkit.serve.engine_api.AsyncEngine``).
+"""FleetEngine: several replicas as an engine (``optkit.serve.engine_api.AsyncEngine``).
 
-A request goes through failover (``optkit.fleet.failover``) to the replica that the router chooses
+A request goes through failover (``optkit.fleet.failover``) to the router's replica
 (``optkit.fleet.router``). A task for each replica asks for a report every ``REPORT_SECONDS`` and tells the router, so
 a silent replica delays no other. No decision waits for a replica.
 """
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class _Known:
-    """A replica of the fleet, with the last report and its time."""
+    """A replica of the fleet, with the last report and the time of the report."""
 
     member: Member
     watch: asyncio.Task[None] | None = None
@@ -83,7 +83,7 @@ class _Chosen:
 
 
 class FleetEngine:
-    """Replicas behind one engine. ``start`` and ``stop`` frame its life; use it from a single event loop.
+    """Replicas as an engine, alive from ``start`` to ``stop``. All calls belong to a single event loop.
 
     Args:
         members: the replicas, which come and go.
@@ -100,7 +100,7 @@ class FleetEngine:
         self._info: EngineInfo | None = None
 
     async def start(self, timeout: float | None = None) -> EngineInfo:
-        """Follow the replicas and wait until one is ready; returns its facts.
+        """Follow the replicas and wait for a ready replica; returns the facts of the replica.
 
         Raises:
             TimeoutError: no replica was ready within ``timeout`` seconds.
@@ -165,7 +165,7 @@ class FleetEngine:
         self._wake()
 
     async def _watch(self, known: _Known) -> None:
-        """Ask for reports, until cancelled. A replica that can't be asked is unknown to the router until it answers."""
+        """Ask for reports, until cancelled. The router forgets a replica without an answer."""
         while True:
             was_ready = known.is_ready
             try:
@@ -216,17 +216,17 @@ class FleetEngine:
 
     @property
     def ready_ids(self) -> set[str]:
-        """The replicas that take requests."""
+        """The ids of the replicas open for requests."""
         return {known.member.replica_id for known in self._ready()}
 
     @property
     def stats(self) -> EngineStats:
-        """The sum over all replicas; counters include replicas that have left."""
+        """The sum over all replicas; counters include replicas of the past."""
         return self._totals.stats
 
     @property
     def info(self) -> EngineInfo | None:
-        """The facts of a ready replica, or of the first one that was."""
+        """The facts of a ready replica, or of the first ready replica ever."""
         ready = (known.info for known in self._ready() if known.info)
         return next(ready, self._info)
 
@@ -236,7 +236,7 @@ class FleetEngine:
 
     @property
     def is_restarting(self) -> bool:
-        """No replica is ready, and the cluster brings new ones."""
+        """No replica is ready, and the cluster brings new replicas."""
         return not self.is_healthy and self._following is not None and not self._following.done()
 
     @property
@@ -244,7 +244,7 @@ class FleetEngine:
         return self._totals.num_restarts
 
     async def embed(self, prompts: Sequence[Sequence[int]], pooling: Pooling) -> Embedded:
-        """The vectors of one replica, the one with the fewest requests; of a second one where the first dies."""
+        """The vectors of the replica with the fewest requests; of a second replica where the first dies."""
         for known in sorted(self._ready(), key=_load)[:2]:
             try:
                 return await known.member.embed(prompts, pooling)
@@ -267,12 +267,12 @@ class FleetEngine:
         return _merged(await self._all(lambda member: member.start_profile(steps)))
 
     async def stop_profile(self, directory: str) -> Profiled:
-        """End the profiles; each replica writes into a directory of its own on its machine."""
+        """End the profiles; each replica writes into a separate directory, on the replica's machine."""
         place = Path(directory)
         return _merged(await self._all(lambda member: member.stop_profile(str(place / member.replica_id))))
 
     async def _all(self, call: Callable[[Member], Awaitable[T]]) -> list[T]:
-        """The answers of the ready replicas; a replica that goes meanwhile has none."""
+        """The answers of the ready replicas, without replicas lost meanwhile."""
         calls = [call(known.member) for known in self._ready()]
         found: list[T] = []
         for answer in await asyncio.gather(*calls, return_exceptions=True):
@@ -290,7 +290,7 @@ def _load(known: _Known) -> int:
 
 
 def _merged(answers: Sequence[Profiled]) -> Profiled:
-    """The profiles of several replicas as one answer."""
+    """The profiles of several replicas as a single answer."""
     if not answers:
         return Profiled("profile", error=NO_REPLICA)
     good = [answer for answer in answers if answer.error is None]

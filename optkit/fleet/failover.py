@@ -4,7 +4,7 @@ The tokens of an answer are a function of the prompt, the parameters and the tok
 counted (``hash(seed, n)``), a constraint's state follows from the tokens, and kernels round alike in every batch. So
 the prompt and the tokens so far, sent to another replica of the same artifact as ``EngineRequest.continued``, give the
 rest of the same answer. Greedy and seeded answers are equal byte for byte. Text is made from tokens in the API
-process, which lives on. The second replica computes the KV of the tokens again, or finds it in its cache.
+process, which lives on. The second replica computes the KV of the tokens again, or has the KV in the cache.
 
     choose a replica ──▶ stream ──▶ end
         ▲                   │ ReplicaGone

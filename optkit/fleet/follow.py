@@ -11,9 +11,9 @@ REPORT_SECONDS = 0.25  # between two questions
 
 
 async def follow(router: Router, replica: Replica, seconds: float = REPORT_SECONDS) -> None:
-    """Keep the router's view of ``replica`` right, until the replica is gone; then the router has forgotten it.
+    """Keep the router's view of ``replica`` right, until the replica is gone and forgotten.
 
-    A question waits for the answer before the next: a replica that hangs is left out of decisions as stale.
+    A question waits for the answer before the next; a hanging replica is left out of decisions as stale.
     """
     while True:
         since, asked = router.mark(replica.replica_id), router.clock()

@@ -7,8 +7,8 @@ For each replica a table of keys (``optkit.fleet.digests``), filled from two sid
 - *Expectations*: a request was just sent to the replica, so the replica will have the blocks of the prompt. An
   expected block is a hit for the next prompt at once, and is forgotten unless a report confirms the block in time.
 
-A report counts from the mark in its question. Any other report would leave wrong entries, and is left out; the next
-question repeats the mark. Thus one question after a gap makes the table right.
+A report counts from the mark in the question. Any other report would leave wrong entries, and is left out; the next
+question repeats the mark. Thus a single question after a gap makes the table right.
 
 Memory: a table is a ``dict`` from key to the time at which the entry ends (infinite for reported blocks). A replica
 has at most ``budget`` blocks, and expectations beyond ``budget`` go, the oldest first. So the index is bounded by the
@@ -33,7 +33,7 @@ class Table:
 
     Attributes:
         ends: the time at which an entry ends, by key; infinite for reported blocks.
-        expected: expectations in order of their sending: the time at which they end, and the keys.
+        expected: expectations in order of sending: the time of the end, and the keys.
         num_expected: keys in ``expected``.
         holds_ends: as in ``optkit.runtime.report.EngineReport``.
     """
@@ -45,7 +45,7 @@ class Table:
     holds_ends: bool = False
 
     def drop_oldest_expectation(self) -> None:
-        """Forget the blocks of the oldest expectation, but those of a later one and those reported."""
+        """Forget the blocks of the oldest expectation, but for later expectations and reported blocks."""
         until, keys = self.expected.popleft()
         self.num_expected -= len(keys)
         for key in keys:
@@ -159,7 +159,7 @@ def _run(ends: dict[int, float], keys: Sequence[int], start: int, now: float) ->
     """The end of the run of held ``keys`` from ``start`` on, by bisection.
 
     A cache loses a path from the end, so the held keys come first. Where a block in the middle was lost (a failed copy)
-    the run is taken for longer than it is, and the prompt for faster.
+    the run is taken for longer, and the prompt for faster.
     """
     low, high, middle = start, len(keys), start  # the first look decides for most prompts
     while low < high:

@@ -1,4 +1,4 @@
-"""A replica in the same process: an engine under its supervisor, with reports and an end without lost requests."""
+"""A replica in the same process: an engine under a supervisor, with reports and an end without lost requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DRAINING = "the replica takes no new requests"
 
 
 class ReportingEngine(AsyncEngine, Protocol):
-    """An engine that reports to a router, such as ``optkit.serve.supervisor.EngineSupervisor``."""
+    """An engine with reports for a router, for example ``optkit.serve.supervisor.EngineSupervisor``."""
 
     async def report(self, since: Mark) -> Reported:
         """Load, predicted times, and the changes of the cached blocks after ``since``."""
@@ -126,7 +126,7 @@ class LocalReplica:
         return await self._engine.start_profile(steps)
 
     async def stop_profile(self, directory: str) -> Profiled:
-        """The profile, written into ``directory``, which is made where it is missing."""
+        """The profile, written into ``directory``, made where missing."""
         Path(directory).mkdir(parents=True, exist_ok=True)
         return await self._engine.stop_profile(directory)
 

@@ -1,4 +1,4 @@
-"""What is handed to a cluster: the config of Ray Serve, and a RayService manifest for KubeRay.
+"""Descriptions of a fleet for a cluster: the config of Ray Serve, and a RayService manifest for KubeRay.
 
 Both are plain data, made without Ray. Neither holds a secret: the manifest refers to Kubernetes Secrets by name.
 """
@@ -26,7 +26,7 @@ class Pods:
 
     Attributes:
         image: with optkit[fleet], the same Python and Ray on all pods.
-        claim: name of the PersistentVolumeClaim with the artifact, mounted read-only; empty: the image has it.
+        claim: name of the PersistentVolumeClaim with the artifact, mounted read-only; empty: in the image.
         mount: where the claim is mounted.
         secret: name of the Secret with ``api-key`` and ``ray-token``.
         ray_version: of the image.
@@ -42,7 +42,7 @@ class Pods:
 
 
 def serve_config(config: FleetConfig, name: str, port: int) -> dict[str, Any]:
-    """The config of Ray Serve with one application, for ``serve deploy`` and the dashboard's REST API."""
+    """The config of Ray Serve with an application, for ``serve deploy`` and the dashboard's REST API."""
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": config.http.host, "port": port, "keep_alive_timeout_s": 90},

@@ -1,4 +1,4 @@
-"""A replica as the engine of a fleet sees it: beside generation, all that a single engine can do."""
+"""A replica for the engine of a fleet: generation, and all further calls of a single engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of a fleet beside those of an engine: replicas by state, load of each, and answers that went on elsewhere."""
+"""Metrics of a fleet beside an engine's metrics: replicas by state, load of each, and answers continued elsewhere."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class FleetMetrics(Collector):
 
 
 def state_of(report: ReplicaReport, is_ready: bool) -> str:
-    """One of ``STATES``."""
+    """The state of a replica, out of ``STATES``."""
     if is_ready:
         return "ready"
     if report.is_draining:

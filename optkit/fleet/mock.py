@@ -4,7 +4,7 @@ For tests and measurements of everything around the model: many replicas fit a s
 seconds of a cost model. Two properties make mistakes visible:
 
 - The KV of a token is the token. Logits are a hash of *all* tokens of a sequence as read back through the block table,
-  so KV of another prompt, of another place or damaged in a transfer changes the answer.
+  so KV of a wrong prompt, of a wrong place or damaged in a transfer changes the answer.
 - The hash depends on nothing else. So a replica that goes on with another replica's answer gives the same tokens.
 
 ``factory`` builds the engine inside an engine process, for ``EngineClient(..., factory=MOCK_FACTORY)``;

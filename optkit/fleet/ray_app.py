@@ -1,7 +1,7 @@
 """The application of Ray Serve (imports Ray): HTTP servers and replicas, built from a ``FleetConfig``.
 
-``optkit.fleet.ray_app:build`` is the import path in Serve configs. A server tokenizes, chooses a replica, calls its
-actor and detokenizes; the HTTP application is that of ``optkit serve``, behind Serve's proxies.
+``optkit.fleet.ray_app:build`` is the import path in Serve configs. A server tokenizes, chooses a replica, calls the
+replica's actor and detokenizes; the HTTP application is the same as in ``optkit serve``, behind Serve's proxies.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from optkit.serve.server import check
 
 
 class Api:
-    """The HTTP server of a fleet, one or several.
+    """An HTTP server of a fleet.
 
     Args:
-        replicas: the handle of the replicas, which Serve deploys with the application for it; calls go to the actors.
+        replicas: the handle of the replicas, by which Serve deploys both together; calls go to the actors.
     """
 
-    async def __init__(self, args: dict[str, Any], replicas: object) -> None:
+    async def __init__(self, args: dict[str, Any], replicas: object) -> None:  # type: ignore[misc]
         logs.configure()
         config, options = read_config(args), read_config(args).http.options()
         check(options)
@@ -50,7 +50,7 @@ class Api:
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """The application of the fleet that ``args`` describe (``optkit.fleet.config.FleetConfig``)."""
+    """The application of the fleet in ``args`` (``optkit.fleet.config.FleetConfig``)."""
     config = read_config(args)
     replicas = replica_deployment(config).bind(args)
     return api_deployment(config).bind(args, replicas)  # type: ignore[no-any-return]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Any
 
 import ray
@@ -76,7 +76,7 @@ class RayStub:
 
 
 class RayMembers:
-    """The replicas of the application ``app``: its named actors, looked up every ``LIST_SECONDS``."""
+    """The replicas of the application ``app``: the named actors, looked up every ``LIST_SECONDS``."""
 
     def __init__(self, app: str) -> None:
         self._app = app
@@ -96,8 +96,8 @@ class RayMembers:
                 yield list(present.values())
             await asyncio.sleep(LIST_SECONDS)
 
-    def _actors(self, known: Sequence[str]) -> dict[str, ActorHandle | None]:
-        """The actors by replica id; None for a known one. Blocks for a call to the head node."""
+    def _actors(self, known: Collection[str]) -> dict[str, ActorHandle | None]:
+        """The actors by replica id; None for a known actor. Blocks for a call to the head node."""
         prefix = worker_name(self._app, "")
         entries = list_named_actors(all_namespaces=True)
         names = [entry["name"] for entry in entries if entry["namespace"] == NAMESPACE]

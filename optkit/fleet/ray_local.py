@@ -1,7 +1,7 @@
-"""A fleet on this machine (imports Ray): ``optkit serve artifact/ --replicas N``.
+"""A fleet on the local machine (imports Ray): ``optkit serve artifact/ --replicas N``.
 
-The HTTP server is this process, as without a fleet; Ray Serve keeps the replicas. The local Ray listens on loopback,
-asks for a token made at the start, and ends with this process.
+The HTTP server is the command's own process, as without a fleet; Ray Serve keeps the replicas. The local Ray listens on
+loopback, asks for a token made at the start, and ends with the command.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def run(
     replicas: int,
     announce: Callable[[str], None] = print_line,
 ) -> int:
-    """Serve ``replicas`` replicas of an artifact on this machine until a signal; returns the exit code.
+    """Serve ``replicas`` replicas of an artifact on the local machine until a signal; returns the exit code.
 
     Raises:
         UserError: as ``optkit.serve.server.run``, or Ray does not start.
@@ -88,14 +88,14 @@ def serve_fleet(
 
 
 def set_environment() -> None:
-    """Set Ray's environment variables where the user has not. Ray reads them on import."""
+    """Set Ray's environment variables where the user has not. Ray reads the variables on import."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 class LocalRay:
-    """A Ray cluster of this machine alone, with Serve and the replicas of ``config``."""
+    """A Ray cluster of the local machine alone, with Serve and the replicas of ``config``."""
 
     def __init__(self, config: FleetConfig) -> None:
         self._config = config
@@ -117,7 +117,7 @@ class LocalRay:
         try:
             ray.init(
                 address="local",
-                num_cpus=max(1, round(config.replicas * config.cpus)),
+                num_cpus=max(1, round(config.most_replicas * config.cpus)),
                 include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES,
                 namespace=NAMESPACE,
@@ -148,7 +148,7 @@ class LocalRay:
         return reason_in(" ".join([found.message, *texts]))
 
     def stop(self) -> None:
-        """End Ray with all its processes."""
+        """End Ray with all processes."""
         import ray
 
         ray.shutdown()
@@ -201,7 +201,8 @@ class _FleetServer(ServerProcess):
         """End the server when no replica is there and none will come."""
         while True:
             await asyncio.sleep(10 * STATUS_SECONDS)
-            if self._engine and not self._engine.is_healthy and await self._calls.run(self._ray.problem):
+            is_lost = self._engine is not None and not self._engine.is_healthy
+            if is_lost and await self._calls.run(self._ray.problem) is not None:
                 self.fail()
                 return
 

@@ -1,8 +1,8 @@
 """A replica in a Ray cluster (imports Ray): a deployment of Ray Serve, and an actor with the engine.
 
-Serve starts, places, checks, scales and replaces ``EngineReplica``s, and no request passes through one. Each starts a
+Serve starts, places, checks, scales and replaces ``EngineReplica``s, and requests go elsewhere: each starts a
 ``Worker``: an actor with a supervisor and an engine process, called by servers directly. Both end together, so Serve
-replaces both. An engine that dies alone is started again by the worker's supervisor.
+replaces both. After the death of an engine alone the worker's supervisor starts another.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Worker(ServedReplica):
         self._supervisor: EngineSupervisor | None = None
 
     async def start(self) -> str | None:
-        """Load the engine; returns the error of a config or an artifact that can't be served, in one line."""
+        """Load the engine; returns the error of a config or an unusable artifact, as a line."""
         try:
             self._supervisor = await _supervised(self._config, self._secret)
         except UserError as error:
@@ -113,9 +113,9 @@ async def _supervised(config: FleetConfig, secret: bytes) -> EngineSupervisor:
 
 
 class EngineReplica:
-    """The part of a replica that Ray Serve manages."""
+    """The part of a replica under Ray Serve's management."""
 
-    async def __init__(self, args: dict[str, Any]) -> None:
+    async def __init__(self, args: dict[str, Any]) -> None:  # type: ignore[misc]
         config, context = read_config(args), serve.get_replica_context()
         name = context.replica_id.unique_id
         actor = ray.remote(Worker).options(  # type: ignore[attr-defined]
@@ -142,7 +142,7 @@ class EngineReplica:
         os._exit(1)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """The metrics for the autoscaling policy; Serve asks for them."""
+        """The metrics for the autoscaling policy; called by Serve."""
         return await self._worker.load.remote()  # type: ignore[no-any-return]
 
     async def __del__(self) -> None:
@@ -166,7 +166,7 @@ def replica_count(config: FleetConfig) -> dict[str, Any]:
     if config.autoscale is None:
         return {"num_replicas": config.replicas}
     policy = {
-        "policy_function": "optkit.fleet.autoscale:PredictedTtftPolicy",
+        "policy_function": "optkit.fleet.serve_policy:PredictedTtftPolicy",
         "policy_kwargs": msgspec.to_builtins(config.autoscale),
     }
     scaling = {
@@ -183,7 +183,7 @@ def replica_count(config: FleetConfig) -> dict[str, Any]:
 
 
 def replica_deployment(config: FleetConfig) -> serve.Deployment:
-    """The deployment of the replicas: all of one replica on one node, as many replicas as the config says."""
+    """The deployment of the replicas: each on a single node, as many replicas as the config says."""
     bundle = {"CPU": config.cpus} | ({"GPU": config.gpus} if config.gpus else {})
     return serve.deployment(  # type: ignore[no-any-return]
         EngineReplica,

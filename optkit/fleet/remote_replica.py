@@ -1,7 +1,7 @@
 """The server's end of a link: a replica in another process (``optkit.fleet.member.Member``).
 
-One task takes the outputs of all requests and hands each to its stream. When a call fails, the replica or the way to
-it is gone: all open streams end with ReplicaGone, and the task tries a new link, since the way may come back.
+A task takes the outputs of all requests and hands each to the right stream. When a call fails, the replica or the way
+is gone: all open streams end with ReplicaGone, and the task tries a new link, since the way may come back.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ CLOSED = "the replica has left the fleet"
 
 @dataclass(eq=False)
 class _Stream:
-    """Events of one request, waiting for their reader."""
+    """Events of a request, waiting for the reader."""
 
     events: asyncio.Queue[TokenOutput | ReplicaGone] = field(default_factory=asyncio.Queue)
     has_output: bool = False
 
 
 class RemoteReplica:
-    """The replica behind ``stub``. Make it on the event loop that uses it."""
+    """The replica behind ``stub``. Construction and calls belong to a single event loop."""
 
     def __init__(self, stub: wire.Stub, replica_id: str) -> None:
         self._stub, self.replica_id = stub, replica_id
@@ -71,7 +71,7 @@ class RemoteReplica:
                 self._abort(link, name)
 
     def _abort(self, link: str, name: str) -> None:
-        """Tell the replica without waiting; a replica that is gone needs no word."""
+        """Tell the replica without waiting; a lost replica needs no word."""
 
         async def tell() -> None:
             try:
@@ -112,7 +112,7 @@ class RemoteReplica:
                 stream.events.put_nowait(event.output)
 
     def _break(self, reason: str) -> None:
-        """End all streams. A request without an output may have been begun or not: it counts as not begun."""
+        """End all streams. A request without an output may have been begun or not, and counts as not begun."""
         self._link = None
         for stream in self._streams.values():
             stream.events.put_nowait(self._gone(reason, was_begun=stream.has_output))

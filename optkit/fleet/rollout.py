@@ -1,21 +1,21 @@
-"""A rolling update: replace the replicas of one version of the artifact by those of another, without a failed request.
+"""A rolling update: replace the replicas of a version of the artifact by those of another, without a failed request.
 
     surge ──▶ self-test ──▶ canary ──▶ shift ──▶ done
       │           │            │         │
       └───────────┴────────────┴─────────┴──▶ roll back ──▶ failed
 
-1. *Surge*: one replica of the new version, beside all old ones. It gets no request of a client yet.
+1. *Surge*: a replica of the new version, beside all old replicas, without requests of clients yet.
 2. *Self-test*: known prompts have the known answers.
-3. *Canary*: the paired bench compares the new replica with an old one (``gate_command``).
-4. *Shift*: drain an old replica, start a new one, again and again. Never fewer replicas serve than before, and never
-   more than one extra exists, those that drain included. New requests go to a version in proportion to the replicas
-   that serve (``share``).
-5. A failure at any place, or an alarm, turns the direction: old replicas come back, then the new ones leave.
+3. *Canary*: the paired bench compares the new replica with an old replica (``gate_command``).
+4. *Shift*: drain an old replica, start a new replica, again and again. Never fewer replicas serve than before, and
+   never more than a single extra replica exists, draining replicas included. New requests go to a version in
+   proportion to the serving replicas (``share``).
+5. A failure at any place, or an alarm, turns the direction: old replicas come back, then the new replicas leave.
 
-A request is of one version from its first token to its last (``VersionSplit``, ``optkit.fleet.failover``): indexes,
-transfers of KV and failover never mix versions, because the KV and the answers of two artifacts differ.
+A request keeps a version from the first token to the last (``VersionSplit``, ``optkit.fleet.failover``). Indexes,
+transfers of KV and failover never mix versions, because KV and answers differ between artifacts.
 
-The state machine sees the fleet and names actions; ``roll`` performs them on a ``FleetControl``.
+The state machine sees the fleet and names actions; ``roll`` performs the actions on a ``FleetControl``.
 """
 
 from __future__ import annotations

@@ -16,18 +16,19 @@ and a few times a second for each replica (``optkit.fleet.follow`` does this)::
     router.update(await replica.report(since), since, asked)
     router.remove(replica_id)                        # gone
 
-A replica takes part from its first report on. ``choose(version=...)`` keeps an answer that goes on elsewhere with the
-version it began with. ``Router.alternatives`` may add ways to serve a prompt, such as blocks fetched from a peer.
+A replica takes part from the first report on. ``choose(version=...)`` keeps an answer with the version of the beginning
+when the answer goes on elsewhere. ``Router.alternatives`` may add ways to serve a prompt, such as blocks fetched from a
+peer.
 
 The rules of a decision:
 
-1. Replicas that drain, are not ready, have not reported for ``STALE_SECONDS`` or have another version are left out;
-   a stale replica is taken where all are stale.
+1. Left out are replicas that drain, are not ready, have not reported for ``STALE_SECONDS`` or have another version. A
+   stale replica is taken where all are stale.
 2. Every replica has a predicted time to first token (``optkit.fleet.score``), and the least wins. Seconds by which
    running streams would be later than promised count as well.
-3. A prompt is *cold* where no replica's cache is worth more than ``COLD_SHARE`` of the prompt over another's. Among the
-   replicas within ``COLD_SHARE`` of the best, the one that got a cold prompt longest ago takes the next, so the
-   caches fill evenly.
+3. A prompt is *cold* where the caches of all replicas are worth the same, within ``COLD_SHARE`` of the prompt. Among
+   the replicas within ``COLD_SHARE`` of the best, the replica whose last cold prompt is the oldest takes the next, so
+   the caches fill evenly.
 4. The blocks of the prompt count as the chosen replica's from now on, for the predicted time and ``EXPECT_SECONDS``.
 """
 
@@ -148,7 +149,7 @@ class Router:
     """Chooses replicas for requests. Not thread-safe: all methods belong to one event loop.
 
     Args:
-        secret: of the deployment; None is a random one, by which no replica's digests are found.
+        secret: of the deployment; None is random, so no replica's digests are found.
         clock: seconds.
         tpot: seconds promised between two tokens of a stream; None promises nothing.
 
@@ -229,7 +230,7 @@ class Router:
         """The replica for ``prompt``, which counts as sent from now on.
 
         Args:
-            exclude: replicas not to take, such as those that failed on the request.
+            exclude: replicas not to take: the request failed there.
             version: the only version to take; None takes any.
 
         Raises:
@@ -270,7 +271,7 @@ class Router:
             )
 
     def withdrawn(self, decision: Decision) -> None:
-        """The prompt is not computed: it was refused, failed, or its client left before the first token."""
+        """The prompt is not computed: refused, failed, or without a client before the first token."""
         self.index.disappoint(decision.replica_id, decision.keys, decision.expected_until)
         for name, seconds in decision.charges:
             if known := self._known.get(name):
@@ -368,13 +369,13 @@ def _is_cold(candidates: Sequence[Candidate], num_tokens: int) -> bool:
 
 
 def _published_keys(blocks: Blocks, chosen: Candidate) -> Sequence[int]:
-    """The keys that the replica will publish: those after the prefixes in the artifact."""
+    """The keys of blocks after the prefixes in the artifact, which the replica will publish."""
     common = min(len(blocks.common), chosen.hit_blocks)
     return blocks.keys[common:] if common else blocks.keys
 
 
 def _ranks(chosen: str, options: Sequence[Option]) -> tuple[tuple[str, ...], ...]:
-    """Replicas in order of their best options: ``chosen``, those within ``CLOSE_SHARE`` of the best, the rest."""
+    """Replicas in order of the best options: ``chosen``, replicas within ``CLOSE_SHARE`` of the best, the rest."""
     most = options[0].cost * (1 + CLOSE_SHARE)
     close: dict[str, None] = {}
     rest: dict[str, None] = {}

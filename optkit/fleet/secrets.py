@@ -11,7 +11,7 @@ TOKEN_FILE = "~/.ray/auth_token"
 
 
 def auth_token(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The token of the cluster, from the places where Ray looks; None without one.
+    """The token of the cluster, from the places where Ray looks; None without a token.
 
     The places are ``RAY_AUTH_TOKEN``, the file in ``RAY_AUTH_TOKEN_PATH``, and ``~/.ray/auth_token``.
     """
@@ -25,7 +25,7 @@ def auth_token(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def digest_secret(app: str, environment: Mapping[str, str] = os.environ) -> bytes:
-    """The 32 bytes that key the digests of blocks in the fleet ``app``, equal on all its nodes.
+    """The 32 bytes for the digests of blocks in the fleet ``app``, equal on all nodes.
 
     Without a token, whoever reaches the cluster can run code there, and the secret protects nothing.
     """

@@ -1,6 +1,6 @@
 """The replica's end of links: runs requests of any number of servers and queues the outputs for each server.
 
-A link that no server takes from for ``LINK_SECONDS`` belongs to a server that has gone: its requests are aborted.
+A link without a call of ``take`` for ``LINK_SECONDS`` belongs to a lost server: the requests are aborted.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from optkit.runtime.types import FinishReason, TokenOutput
 log = logging.getLogger("optkit.fleet")
 
 IDLE_SECONDS = 5.0  # of ``take`` without outputs
-LINK_SECONDS = 20.0
+LINK_SECONDS = 15.0
 FAILED = "the replica failed"
 NO_LINK = "the link is closed"
 
 
 @dataclass(eq=False)
 class _Link:
-    """Outputs for a server, and the tasks of its requests by request id."""
+    """Outputs for a server, and the tasks of requests by request id."""
 
     events: list[wire.Output | wire.Gone] = field(default_factory=list)
     has_events: asyncio.Event = field(default_factory=asyncio.Event)
@@ -52,12 +52,7 @@ class ServedReplica:
         self._links: dict[str, _Link] = {}
 
     async def open(self, link: str) -> None:
-        """Begin the link, and end those that no server uses any more."""
-        now = time.monotonic()
-        for name, old in list(self._links.items()):
-            if now - old.taken > LINK_SECONDS:
-                log.info("a server has gone; %d requests are aborted", len(old.requests))
-                self._links.pop(name).close()
+        """Begin the link."""
         self._links[link] = _Link()
 
     async def submit(self, link: str, sent: bytes) -> None:
@@ -75,7 +70,7 @@ class ServedReplica:
             task.cancel()
 
     async def take(self, link: str) -> bytes:
-        """All events since the last call, at least one; NOTHING when none came for IDLE_SECONDS.
+        """All events since the last call, or NOTHING when none came for IDLE_SECONDS.
 
         Raises ReplicaGone for a closed link, whose requests have been aborted.
         """
@@ -93,7 +88,16 @@ class ServedReplica:
         found.has_events.clear()
         return wire.encode(tuple(events))
 
+    def _end_lost_links(self) -> None:
+        now = time.monotonic()
+        for name, link in list(self._links.items()):
+            if now - link.taken > LINK_SECONDS:
+                log.info("a server has gone; %d requests are aborted", len(link.requests))
+                self._links.pop(name).close()
+
     async def report(self, since: bytes) -> bytes:
+        """The report for a server; servers ask a few times a second, so links of lost servers end here."""
+        self._end_lost_links()
         return wire.encode(await self._replica.report(wire.mark.decode(since)))
 
     async def engine_info(self) -> bytes:
@@ -131,7 +135,7 @@ class ServedReplica:
         return self._links[name]
 
     async def _run(self, link: _Link, work: wire.Work) -> None:
-        """Put the outputs of one request on its link."""
+        """Put the outputs of a request on the link."""
         name = work.request.request_id
         try:
             stream = cast(AsyncGenerator[TokenOutput, None], self._replica.generate(work))

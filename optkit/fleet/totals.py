@@ -1,7 +1,6 @@
-"""The sum of the engines' gauges and counters, as of one engine.
+"""The sum of the engines' gauges and counters, as of a single engine.
 
-A counter that falls is a restart to Prometheus. So the counts of a replica that has gone, or of an engine that was
-replaced, stay in the sum.
+A falling counter is a restart to Prometheus. So the counts of lost replicas and of replaced engines stay in the sum.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Totals:
         self._present[replica_id] = stats, num_restarts
 
     def drop(self, replica_id: str) -> None:
-        """Keep the counts of a replica that has gone, without its gauges."""
+        """Keep the counts of a lost replica, without the gauges."""
         stats, num_restarts = self._present.pop(replica_id, (EngineStats(), -1))
         self._past = _sum(self._past, stats, COUNTERS)
         self._past_restarts += num_restarts + 1  # the replica's engine is replaced by another replica's
@@ -67,7 +66,7 @@ class Totals:
 
     @property
     def num_restarts(self) -> int:
-        """Engines that took the place of another, in a replica or as a new replica."""
+        """Engines started in the place of others, in a replica or as a new replica."""
         return self._past_restarts + sum(count for _, count in self._present.values())
 
 

@@ -1,7 +1,7 @@
-"""Messages between the server of a fleet and its replicas, as msgpack; never pickle.
+"""Messages between the server of a fleet and the replicas, as msgpack; never pickle.
 
-A *link* is one server's connection to one replica, named at random. ``optkit.fleet.served_replica`` is the replica's
-end: it queues what is said to the server, and ``take`` returns all that has come, at once or when something comes.
+A *link* is a connection of a server and a replica, named at random. ``optkit.fleet.served_replica`` is the replica's
+end with a queue of events for the server; ``take`` returns all events, at once or with the next event.
 ``optkit.fleet.remote_replica`` is the server's end. So a message carries all outputs of an engine's step, whatever
 the number of requests, and none waits for a timer.
 """
@@ -28,7 +28,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True, tag="output"):
 
 
 class Gone(msgspec.Struct, frozen=True, array_like=True, tag="gone"):
-    """The fields of the ``ReplicaGone`` that ends a stream."""
+    """The fields of a stream's last exception, ``ReplicaGone``."""
 
     request_id: str
     reason: str
@@ -81,8 +81,7 @@ profiled: msgspec.msgpack.Decoder[Profiled] = msgspec.msgpack.Decoder(Profiled)
 class Stub(Protocol):
     """The calls of a replica in another process; all raise ReplicaGone.
 
-    A method's argument and answer are those of the method with the same name in
-    ``optkit.fleet.served_replica.ServedReplica``.
+    Arguments and answers are as in ``optkit.fleet.served_replica.ServedReplica``.
     """
 
     def open(self, link: str) -> Awaitable[None]: ...

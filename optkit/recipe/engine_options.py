@@ -226,7 +226,6 @@ class EngineOptions(SchedulingOptions, frozen=True, kw_only=True, forbid_unknown
                 "Publish the blocks of the prefix cache over ZMQ in vLLM's format, for routers such as llm-d; a JSON "
                 "object with vLLM's names: enable_kv_cache_events, endpoint, replay_endpoint, topic. The events have "
                 "the token ids of prompts, for whoever can reach the endpoint.",
-                unit="json",
             ),
         ]
         | None

@@ -1,4 +1,4 @@
-"""Fleets in one process: replicas on scripted engines, behind links as between processes."""
+"""Fleets in a single process: replicas on scripted engines, behind links as between processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.serve_fakes import FakeEngine
 
 
 def on_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """``test`` on an event loop of its own."""
+    """``test`` on a new event loop."""
 
     @functools.wraps(test)
     def run(*arguments: Any, **fixtures: Any) -> None:
@@ -45,7 +45,7 @@ async def tokens_of(outputs: AsyncIterator[TokenOutput]) -> list[int]:
 
 
 class CuttableStub:
-    """The calls of ``served``, as another process would make them, until ``cut``.
+    """The calls of ``served``, as from another process, until ``cut``.
 
     Attributes:
         calls: the names of all calls.
@@ -79,7 +79,7 @@ class CuttableStub:
 
 
 class ChangingMembers:
-    """Replicas that a test adds and takes away."""
+    """Replicas, added and taken away by a test."""
 
     def __init__(self, *members: Member) -> None:
         self.present = list(members)
@@ -97,7 +97,7 @@ class ChangingMembers:
 
 
 class Reporting:
-    """``engine`` with reports of the numbers in its stats."""
+    """``engine`` with reports of the numbers in the stats."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -129,7 +129,7 @@ async def fleet(*engines: Any, **options: Any) -> AsyncIterator[FleetEngine]:
 
 @asynccontextmanager
 async def fleet_of(members: ChangingMembers, **options: Any) -> AsyncIterator[FleetEngine]:
-    """A started fleet with all of its replicas heard."""
+    """A started fleet with reports of all replicas."""
     engine = FleetEngine(members, **options)
     starting = asyncio.create_task(engine.start(10.0))
     try:

@@ -57,7 +57,7 @@ class Publisher:
         self._number = 0
         self._lost = threading.Event()
         self._ends = threading.Event()
-        context = zmq.Context.instance()
+        context: Any = zmq.Context.instance()
         self._sockets: list[Any] = []
         try:
             self._socket = context.socket(zmq.PUB)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator
@@ -12,10 +13,13 @@ import msgspec
 import pytest
 
 from optkit.errors import UserError
+from optkit.recipe.engine_options import EngineOptions
 from optkit.runtime.engine import Engine
+from optkit.runtime.process.client import EngineClient
 from optkit.runtime.process.kv_publisher import END, publish
 from optkit.runtime.report import Mark
 from optkit.runtime.types import SamplingParams
+from tests.support.engine_process import FACTORY, request
 from tests.support.fakes import fake_engine
 
 ONE = SamplingParams(max_tokens=1, temperature=0.0)
@@ -118,3 +122,28 @@ def test_an_endpoint_in_use_is_one_clear_error(zmq: Any) -> None:
     with pytest.raises(UserError, match="endpoint can't be used"):
         publish(fake_engine(), taken)
     socket.close(linger=0)
+
+
+def test_an_engine_process_publishes_as_its_options_ask(receiver: Any, tmp_path: Path) -> None:
+    """From the option to the wire, and a wrong value is the user's error."""
+
+    async def main() -> None:
+        options = EngineOptions(kv_events_config=config(tmp_path, topic="kv"))
+        engine = EngineClient(json.dumps({}), options, factory=FACTORY)
+        await engine.start(60.0)
+        try:
+            await asyncio.sleep(0.3)  # the subscription travels to the publisher
+            stream = [out async for out in engine.generate(request("r", list(range(1, 14)), max_tokens=1))]
+            assert stream[-1].finish_reason
+            stored: set[int] = set()
+            while len(stored) < 3 and await asyncio.to_thread(receiver.poll, PATIENCE_MS):
+                for event in msgspec.msgpack.decode(receiver.recv_multipart()[2])[1]:
+                    stored |= set(event.get("block_hashes", ()))
+            assert len(stored) == 3
+        finally:
+            await engine.stop()
+        wrong = EngineClient(json.dumps({}), EngineOptions(kv_events_config="{no"), factory=FACTORY)
+        with pytest.raises(UserError, match="malformed"):
+            await wrong.start(60.0)
+
+    asyncio.run(main())
