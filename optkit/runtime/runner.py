@@ -72,7 +72,9 @@ class ModelRunner:
         self._buffers = allocate_buffers(self.layout, num_blocks, block_size, self.device)
         self.kv_pools = self.layout.pools(self._buffers, block_size)
         flat = [buffer for pair in self._buffers for buffer in pair]
-        self._block_rows = [buffer.numpy() for buffer in flat] if self.device.type == "cpu" else []  # of blocks
+        self._block_rows = (
+            [buffer.numpy() for buffer in flat] if self.device.type == "cpu" else []
+        )  # of blocks
         self.state_pools = allocate_states(recurrent_of(model.states), self.num_slots, self.device)
 
     @torch.inference_mode()
