@@ -10,7 +10,7 @@ from typing import Any
 
 from optkit.fleet.config import FleetConfig
 
-IMPORT_PATH = "optkit.fleet.ray_app:build"
+IMPORT_PATH = f"{__package__}.ray_app:build"  # imported on the nodes, not by the command that deploys
 KEY_VARIABLE, TOKEN_VARIABLE = "OPTKIT_API_KEY", "RAY_AUTH_TOKEN"
 SECRET_KEYS = {
     KEY_VARIABLE: "api-key",

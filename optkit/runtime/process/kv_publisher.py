@@ -113,7 +113,7 @@ class Publisher:
                 time.sleep(POLL_SECONDS)
 
     def _gathered(self) -> list[tuple[Node, bool]]:
-        """The changes that wait, and those of the next moment; none after ``POLL_SECONDS`` without any."""
+        """The waiting changes, and the changes of the next moment; none after ``POLL_SECONDS`` without a change."""
         try:
             found = [self._changes.get(timeout=POLL_SECONDS)]
         except Empty:
@@ -146,7 +146,7 @@ class Publisher:
 
 
 def publish(engine: Engine, config_text: str) -> Publisher | None:
-    """Publish the KV events of ``engine`` from now on, as ``--kv-events-config`` asks; None where nothing is asked.
+    """Publish the KV events of ``engine`` from now on, by the text of an option; None where the text turns them off.
 
     Raises:
         UserError: a wrong configuration, a model without such events, or an endpoint that cannot be used.
