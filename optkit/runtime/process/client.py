@@ -88,8 +88,8 @@ class EngineClient:
         launched: a waiting worker with the same factory; else ``start`` launches a worker.
         silence_seconds: ``is_silent`` is True after so much time without a message. Time in which the API process did
             not run (SIGSTOP, a sleeping machine) does not count.
-        cache_secret: of a deployment whose processes compare digests of cached blocks; empty for a random one.
-        peers: for an engine that exchanges KV with other engines of ``cache_secret``.
+        cache_secret: of a deployment whose processes compare digests of cached blocks; empty for a random secret.
+        peers: for an exchange of KV with engines of ``cache_secret``.
 
     Attributes:
         on_death: called with the requests begun before the engine's death, before the streams end.

@@ -32,9 +32,9 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     """The first message: the arguments of the engine factory, and the deployment's secret.
 
     Attributes:
-        cache_secret: begins the digests of cached blocks, so that the processes of a fleet can compare digests; empty
-            for a random one. The secret is no option: options are shown in logs and answers.
-        peers: for an engine that exchanges KV with others of the secret; None: for an engine alone.
+        cache_secret: begins the digests of cached blocks, for comparisons between the processes of a fleet; empty
+            for a random secret. The secret is no option: options are shown in logs and answers.
+        peers: for an exchange of KV with engines of the secret; None: for an engine alone.
     """
 
     artifact_dir: str
@@ -186,7 +186,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def frame(message: ToWorker | FromWorker) -> bytes:
-    """The bytes of one message on the pipe."""
+    """The bytes of ``message`` on the pipe."""
     body = _encoder.encode(message)
     if len(body) > MAX_FRAME:
         raise ProtocolError(f"a message of {len(body)} bytes is larger than {MAX_FRAME}")
