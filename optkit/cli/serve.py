@@ -265,8 +265,8 @@ def serve(
         value is not None for value in (memory_budget, idle_timeout, load_timeout)
     )
     if replicas is not None:
-        need_extra("fleet", "--replicas")
         check_alone(on_demand)
+        need_extra("fleet", "--replicas")
     names = tuple(name for name, _ in named[:1] if name and not on_demand) + tuple(served_model_name or ())
     from optkit.runtime.process.launch import launch
 

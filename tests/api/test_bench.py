@@ -99,7 +99,7 @@ def test_assertions_decide_the_exit_code_and_sides_are_compared() -> None:
         ({"url": "http://x", "rounds": 0}, "at least one round"),
         ({"url": "http://x", "slo": {"tft": 1}}, "unknown metric: tft"),
         ({"artifact": "/nowhere"}, "no such artifact"),
-        ({"url": "http://x", "assertions": ["ttft<3"]}, "did you mean 'ttft_p95'"),
+        ({"url": "http://x", "assertions": ["tttf<3"]}, "did you mean 'ttft'"),
         ({"url": "http://x", "assertions": ["ttft_p50<1x old"]}, "no side 'old'"),
         ({"url": "http://x", "turns": 3}, "no whole number of conversations"),
         ({"url": "http://x", "against": ["/nowhere"]}, "no such artifact"),
