@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -111,7 +111,8 @@ async def serving(*arguments: str) -> AsyncIterator[httpx.AsyncClient]:
             client.headers["x-server"] = str(process.pid)
             yield client
     finally:
-        process.terminate()
+        with suppress(ProcessLookupError):  # it may have ended by itself
+            process.terminate()
         await process.wait()
 
 
