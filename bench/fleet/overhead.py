@@ -152,9 +152,15 @@ def goodput(answers: Sequence[Timed], seconds: float) -> float:
     return sum(answer.num_tokens for answer in answers if answer.is_good) / seconds
 
 
+def mock_model() -> MockModel:
+    """A model whose step with the tokens of ``STREAMS / REPLICAS`` running answers takes ``STEP_SECONDS``."""
+    tokens = STREAMS / REPLICAS / MockModel().prompt_tokens_per_second
+    return MockModel(step_seconds=STEP_SECONDS - tokens, vocab_size=VOCABULARY)
+
+
 async def many(args: argparse.Namespace) -> dict[str, Any]:
     """The mocks alone, then the same load through the fleet."""
-    model = msgspec.json.encode(MockModel(step_seconds=STEP_SECONDS, vocab_size=VOCABULARY)).decode()
+    model = msgspec.json.encode(mock_model()).decode()
     result: dict[str, Any] = {}
     for name, run in (("alone", alone), ("fleet", through_fleet)):
         answers, seconds = await run(model, args)
