@@ -367,7 +367,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=5, help="kills of p (5)")
     parser.add_argument("--streams", type=int, default=8, help="running streams of mixed, even (8)")
     parser.add_argument("--prompts", type=int, default=16, help="long prompts of mixed (16)")
-    parser.add_argument("--interval", type=float, default=1.2, help="seconds between two long prompts (1.2)")
+    parser.add_argument(
+        "--interval",
+        type=float,
+        default=2.6,
+        help="seconds between two long prompts, within the capacity of p (2.6)",
+    )
     parser.add_argument(
         "--tpot",
         type=float,
