@@ -161,7 +161,7 @@ class MockRunner(TokenKV):
         die: ends the engine, for ``MockModel.die_token``.
     """
 
-    kv_dtype, weight_bytes, state_bytes = "int64", 0, 0
+    kv_dtype, weight_bytes, state_bytes, num_ranks = "int64", 0, 0, 1
 
     def __init__(
         self,

@@ -32,7 +32,8 @@ class Api:
 
     async def __init__(self, args: dict[str, Any], replicas: object) -> None:  # type: ignore[misc]
         logs.configure()
-        config, options = read_config(args), read_config(args).http.options()
+        config = read_config(args)
+        options = config.http.options()
         check(options)
         app = serve.get_replica_context().app_name
         self._engine = FleetEngine(RayMembers(app), Router(digest_secret(app)))

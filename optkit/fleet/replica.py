@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 
-class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
+class ReplicaReport(EngineReport, frozen=True, kw_only=True):
     """The state of a replica, asked for a few times a second.
 
     Attributes:
@@ -58,22 +58,9 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     is_ready: bool = True
     is_draining: bool = False
-    queue_seconds: float = 0.0
-    prefill_seconds: tuple[float, ...] = ()
-    decode_seconds: float = 0.0
-    num_running: int = 0
-    num_waiting: int = 0
-    waiting_tokens: int = 0
-    kv_blocks_used: int = 0
-    kv_blocks_total: int = 0
-    kv_blocks_host: int = 0
-    block_size: int = 32
-    block_bytes: int = 0
     kv_layout: str = ""
     peer_address: str = ""
     prefill_weight: float = 1.0
-    holds_ends: bool = False
-    changes: BlockChanges | None = None
     stats: EngineStats = EngineStats()
     num_restarts: int = 0
     is_restarting: bool = False

@@ -35,6 +35,7 @@ class NoModel:
 
     kv_bytes, state_bytes, weight_bytes, kv_dtype = 0, 0, 0, "float32"
     kv_windows: tuple[int, ...] = (0,)
+    num_ranks = 1
 
     def __init__(self, vocab_size: int, num_blocks: int, block_size: int) -> None:
         self.vocab_size, self.num_blocks, self.block_size = vocab_size, num_blocks, block_size

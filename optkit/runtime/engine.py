@@ -390,7 +390,7 @@ class Engine:
             config=c,
             memory_plan=plan,
             vocab_size=runner.vocab_size,
-            num_ranks=getattr(runner, "num_ranks", 1),
+            num_ranks=runner.num_ranks,
             gpu_memory_utilization=self.memory_share,
             kv_layout=self.peers.layout if self.peers else "",
             peer_address=self.peers.address if self.peers else "",

@@ -51,6 +51,8 @@ class ModelRunner:
         layout: the groups of layers with block tables of their own; None is one group, which keeps all tokens.
     """
 
+    num_ranks = 1
+
     def __init__(
         self,
         model: ServableModel,

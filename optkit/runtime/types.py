@@ -499,6 +499,7 @@ class Runner(Protocol):
     kv_bytes: int  # memory of the KV pool
     state_bytes: int  # memory of the recurrent states, with the checkpoints
     kv_dtype: str  # element type, in words
+    num_ranks: int  # processes that share every layer of the model
     kv_windows: tuple[
         int, ...
     ]  # window of each group of layers with block tables of its own; 0 keeps all tokens

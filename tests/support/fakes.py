@@ -54,7 +54,7 @@ class FakeRunner(TokenKV):
             file ``until`` exists, without a pause or, with ``parts``, in parts.
     """
 
-    kv_bytes, kv_dtype, weight_bytes, state_bytes = 0, "float32", 0, 0
+    kv_bytes, kv_dtype, weight_bytes, state_bytes, num_ranks = 0, "float32", 0, 0, 1
 
     def workspace_bytes(self, num_tokens: int, num_rows: int) -> int:
         return 0

@@ -80,7 +80,7 @@ class BlockExchange:
         """The reason why the engine exchanges no blocks, or None."""
         if self.kv.cache is None:
             return NO_CACHE
-        if getattr(self.engine.runner, "num_ranks", 1) > 1:
+        if self.engine.runner.num_ranks > 1:
             return RANKS
         return RECURRENT if self.engine.config.num_state_slots else None
 

@@ -37,7 +37,6 @@ from optkit.errors import UserError
 from optkit.machine import logs
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.process import ipc
-from optkit.runtime.process.kv_publisher import publish
 from optkit.runtime.process.profiler import WHILE_WRITING_SECONDS, EngineProfiler
 from optkit.runtime.types import (
     EngineLost,
@@ -338,6 +337,8 @@ def load(args: argparse.Namespace, sock: socket.socket, frames: ipc.FrameReader)
     if message.peers is not None:
         engine.peers = resolve(message.peers.factory)(engine, message.cache_secret, message.peers)
     if message.options.kv_events_config:
+        from optkit.runtime.process.kv_publisher import publish
+
         publish(engine, message.options.kv_events_config)
     gc.collect()
     gc.freeze()  # the model's objects live as long as the process: no collection needs to look at them
