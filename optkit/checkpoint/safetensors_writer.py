@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from optkit.graph.stored import StoredTensor
+from optkit.machine.mapped_files import PageRelease
 
 # The name of each dtype in the format, in the order of the writer of the safetensors library: first dtypes first.
 NAMES = {
@@ -75,11 +76,12 @@ def as_bytes(tensor: Tensor | StoredTensor) -> memoryview:
 class Spill:
     """Moves large tensors to files without a name below ``directory``; their pages are mapped on reading.
 
-    The space on disk is free again when the tensor is.
+    The space on disk is free again when the tensor is. ``release`` takes the bytes of a mapped tensor that was read,
+    and may free the mapped pages of earlier reads.
     """
 
     def __init__(self, directory: Path, least: int = 1 << 20) -> None:
-        self.directory, self.least = directory, least
+        self.directory, self.least, self.release = directory, least, PageRelease(directory)
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """``tensor`` on disk; tensors below ``least`` bytes, and shapes without values, stay as they are."""

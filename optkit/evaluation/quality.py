@@ -28,6 +28,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from optkit.checkpoint.safetensors_writer import Spill
 from optkit.evaluation.limits import FINAL_TOKENS, KEPT_ON_DISK, WINDOW_TOKENS
 from optkit.runtime.logits import RuntimeLogits as RuntimeLogits
 
@@ -88,7 +89,7 @@ class KeptLogits:
         self,
         make: Callable[[], LogitsSource],
         limit: int = KEPT_BYTES,
-        spill: Callable[[Tensor], Tensor] | None = None,
+        spill: Spill | None = None,
     ) -> None:
         self.make, self.spill, self.limit = make, spill, limit if spill is None else KEPT_ON_DISK
         self.kept: dict[tuple[int, ...], Tensor] = {}
@@ -98,7 +99,10 @@ class KeptLogits:
         missing = {key for key in keys if key not in self.kept}
         made = self.make().logits([key for key in keys if key in missing]) if missing else iter(())
         for key in keys:
-            yield self.keep(key, next(made)) if key in missing else self.kept[key]
+            rows = self.keep(key, next(made)) if key in missing else self.kept[key]
+            yield rows
+            if self.spill is not None:
+                self.spill.release(rows.nbytes)
 
     def keep(self, key: tuple[int, ...], rows: Tensor) -> Tensor:
         """Keep ``rows`` if there is room."""

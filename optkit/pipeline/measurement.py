@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from optkit.calibration.samples import calibration_windows
+from optkit.checkpoint.safetensors_writer import Spill
 from optkit.evaluation.kernel_times import KernelTimes
 from optkit.evaluation.limits import WINDOW_TOKENS, most_tokens, weight_limit
 from optkit.evaluation.quality import KeptLogits, RuntimeLogits, compare_many, evaluation_windows
@@ -48,7 +48,7 @@ class Measurement:
     target: Target
     progress: Progress
     reference: Graph
-    spill: Callable[[Tensor], Tensor] | None = None
+    spill: Spill | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -81,6 +81,8 @@ class Measurement:
             pairs = zip((before, after), lowered, strict=True)
             record.weight_bytes = [self.weight_bytes(graph, model) for graph, model in pairs]
             result = lowered[1]
+            del lowered, pairs
+            self.collect()
         else:
             self.progress(f"{record.name}: measuring speed on some of the layers")
             times = self.measure_short(before, after, enough)
@@ -106,6 +108,7 @@ class Measurement:
         self, before: Graph, after: Graph, enough: Callable[[PairedTimes], bool]
     ) -> PairedTimes:
         """Times of graphs too large for memory, from short models."""
+        self.collect()
         point, block = workload_points(self.recipe)[0], self.recipe.runtime.block_size
         terms = fitting_terms((before, after), point, block, self.weight_limit)
         sums = [lower_terms(side, self.target) for side in terms]
