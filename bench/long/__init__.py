@@ -1,1 +1,1 @@
-"""Figures of long prompts and long answers, one module a policy: ``python -m bench.long NAME ...``."""
+"""Figures of long prompts and long answers, a module for each policy: ``python -m bench.long NAME ...``."""

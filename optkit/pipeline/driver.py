@@ -57,6 +57,7 @@ class Pipeline:
         with PassCache(self.source.directory) as cache:
             chain, choices = self.run_passes(resolved, cache)
             graph, run = judge_whole(chain)
+            chain.measurement.collect()
             ensure_code(graph, self.recipe, self.target, self.progress)
             cache.remove_workspaces()
         records = {label: choice.records for label, choice in choices.items()}

@@ -133,6 +133,7 @@ class PassRunner:
         context = self.measurement.context(workspace)
 
         def work() -> tuple[Graph, dict[str, Any]]:
+            self.measurement.collect()
             graph, record = run_pass(
                 state.graph, resolved, context, judge or keep_unmeasured, self.reproducer(step)
             )

@@ -58,9 +58,13 @@ def test_random_llama_writes_shards_that_transformers_loads(
             "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}  # fmt: skip
     monkeypatch.setitem(random_llama.SHAPES, "8b", tiny)
     monkeypatch.setattr(random_llama, "SHARD_BYTES", 50_000)
-    (tmp_path / "tokenizer.json").write_text("{}")
+    known = {"added_tokens": [{"id": 1, "content": "<s>"}], "model": {"vocab": {"a": 0, "b": 7}}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(known))
     random_llama.write_model(tmp_path / "m", "8b", tmp_path)
-    assert len(list((tmp_path / "m").glob("*.safetensors"))) > 2 and (tmp_path / "m/tokenizer.json").is_file()
+    assert len(list((tmp_path / "m").glob("*.safetensors"))) > 2
+    vocabulary = json.loads((tmp_path / "m/tokenizer.json").read_text("utf-8"))["model"]["vocab"]
+    assert vocabulary["a"] == 0 and vocabulary["b"] == 7
+    assert sorted([*vocabulary.values(), 1]) == list(range(300))  # every id of the model has a text
     model, report = AutoModelForCausalLM.from_pretrained(
         tmp_path / "m", dtype=torch.bfloat16, output_loading_info=True
     )
