@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from optkit.errors import UserError
+
 
 @dataclass(frozen=True)
 class Question:
@@ -69,7 +71,7 @@ class Assembler:
         """The document of ``length`` tokens.
 
         Raises:
-            ValueError: evidence and question alone are longer.
+            UserError: evidence and question alone are longer.
         """
         asked = [(self.ids(one.question), self.ids(one.answer)) for one in draft.asked]
         heading = (*self.bos, *self.ids(draft.heading))
@@ -81,7 +83,11 @@ class Assembler:
         room = length - len(heading) - max(len(question) + len(answer) for question, answer in asked)
         room -= sum(len(ids) for _, ids in evidence)
         if room < 0:
-            raise ValueError(f"no document of {length} tokens: {-room} more are needed")
+            raise UserError(
+                f"a document of the task {task} needs {length - room} tokens, {length} are too few",
+                where="long evaluation",
+                fix="ask for longer documents",
+            )
         pieces = self._fill(draft.filler, room)
         context = (*heading, *chain.from_iterable(_woven(pieces, evidence)))
         questions = (

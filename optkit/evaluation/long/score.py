@@ -31,6 +31,10 @@ Key = tuple[str, int]
 Progress = Callable[[str], None]
 
 
+def no_progress(text: str) -> None:
+    """Progress for no one."""
+
+
 @dataclass(frozen=True)
 class LongScore:
     """Scores of some answers. Log probabilities, losses and divergences are in nats an answer token.
@@ -118,33 +122,52 @@ def score_long(
     documents: Sequence[Document],
     reference: AnswerSource | None = None,
     *,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> LongReport:
     """``candidate`` on ``documents``, against ``reference``.
 
-    Both sides run document by document. For several candidates make the reference ``KeptAnswers``.
+    Both sides run document by document; ``KeptAnswers`` answer all documents first.
     """
     rows: list[_Row] = []
+    if isinstance(reference, KeptAnswers):
+        reference.fill(documents, progress)
     for number, document in enumerate(documents):
-        if progress is not None:
-            progress(f"{document.task}, {document.length} tokens: document {number + 1} of {len(documents)}")
+        progress(counted(document, number, len(documents)))
         rows += _scored(number, document, candidate, reference)
     return _report(rows, documents)
 
 
 class KeptAnswers:
-    """Answers of a source, computed once for each document: some MB a document."""
+    """Answers of a source, computed once for each document, with and without the document: some MB each.
+
+    Args:
+        make: makes the source; called for each request with documents that are not kept. So the source's memory is
+            free between two requests.
+    """
 
     def __init__(self, make: Callable[[], AnswerSource]) -> None:
         self.make = make
-        self.source: AnswerSource | None = None
         self.kept: dict[Document, list[Answered]] = {}
 
     def answers(self, document: Document) -> list[Answered]:
-        if document not in self.kept:
-            self.source = self.source or self.make()
-            self.kept[document] = self.source.answers(document)
+        self.fill([document], no_progress)
         return self.kept[document]
+
+    def fill(self, documents: Sequence[Document], progress: Progress) -> None:
+        """Compute what is missing."""
+        missing = [document for document in documents if document not in self.kept]
+        source = self.make() if missing else None
+        for number, document in enumerate(missing):
+            assert source is not None
+            progress(f"reference, {counted(document, number, len(missing))}")
+            guess = blind(document)
+            self.kept[document] = source.answers(document)
+            self.kept[guess] = [replace(answered, rows=None) for answered in source.answers(guess)]
+
+
+def counted(document: Document, number: int, count: int) -> str:
+    """``needle, 1024 tokens: document 1 of 28``"""
+    return f"{document.task}, {document.length} tokens: document {number + 1} of {count}"
 
 
 def blind(document: Document) -> Document:

@@ -19,6 +19,9 @@ from optkit.evaluation.served import TOKEN_ID, ScoringServer
 from optkit.runtime.logits import LONG_CHUNK, RuntimeLogits
 
 
+UNLIMITED = 1 << 20  # tokens of a model without a table of positions
+
+
 @dataclass(frozen=True)
 class Answered:
     """An answer of A tokens as a model sees it.
@@ -124,6 +127,18 @@ class RuntimeAnswers:
 
     def rows(self, window: Sequence[int], positions: Sequence[int]) -> Tensor:
         return self.logits.rows(window, positions)
+
+
+def answer_source(logits: Any) -> AnswerSource:
+    """The answers of an opened model: ``ModuleLogits`` or ``RuntimeLogits``."""
+    return RuntimeAnswers(logits) if isinstance(logits, RuntimeLogits) else ModuleAnswers(logits.module)
+
+
+def context_of(logits: Any) -> int:
+    """Tokens of the longest context of an opened model."""
+    if isinstance(logits, RuntimeLogits):
+        return logits.max_length
+    return int(getattr(logits.module.config.get_text_config(), "max_position_embeddings", None) or UNLIMITED)
 
 
 class ServedAnswers:

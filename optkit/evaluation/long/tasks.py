@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Any
 
+from optkit.errors import UserError, nearest
 from optkit.evaluation.long.document import Asked, Assembler, Document, Draft
 from optkit.evaluation.long.questions import FACTS, paragraph_of, paragraphs
 from optkit.evaluation.long.words import ADJECTIVES, NOUNS
@@ -50,9 +51,11 @@ def documents(
         seed: the same seed gives the same documents, whatever else is asked for.
 
     Raises:
-        KeyError: no such task.
-        ValueError: a length has no room for the evidence.
+        UserError: no such task, or a length without room for the evidence.
     """
+    for task in tasks:
+        if task not in TASKS:
+            raise UserError("no such task of long documents", where=task, fix=nearest(task, TASKS))
     assembler = Assembler(tokenizer)
     return [
         assembler.document(task, length, TASKS[task](Random(f"{seed}/{task}/{length}/{index}"), questions))
@@ -170,7 +173,7 @@ def _counted(random: Random, kind: str, words: Sequence[str]) -> Draft:
 
 def quote(random: Random, questions: int) -> Draft:
     """Passages from the middle of paragraphs."""
-    long = [paragraph for paragraph in paragraphs() if len(paragraph.split()) >= 3 * QUOTED]
+    long = [text for text in paragraphs() if 3 * QUOTED <= len(text.split(" ")) <= 6 * QUOTED]
     chosen = random.sample(long, questions)
     asked = []
     for paragraph, depth in zip(chosen, spread(random, questions), strict=True):
