@@ -1,0 +1,163 @@
+"""Confidence fallback: a token of the narrow form with a small margin is computed again in the wide form.
+
+    python -m bench.long confidence --artifact artifact-edge/ --source smollm2-135m
+
+An artifact with two forms runs prompts in the wide one and decode steps in the narrow one. Here every answer token of
+held-out text is computed in both, behind the same prompt (teacher-forced). From the recorded rows follow, for each
+threshold on the margin (log probability of the most likely token less that of the second): the rate of tokens computed
+twice, the agreement with the source model and its divergence, and the time of a token from measured decode steps:
+``narrow + rate * wide``. Beside it stand the narrow form, the wide form alone, and a mix of both forms by chance in the
+same time. The rule pays where a threshold reaches the agreement of the wide form (less ``SLACK``) in at most ``LEAST``
+of its time. Exit code 1: no threshold does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from optkit.artifact.open import Artifact
+from optkit.bench.environment import environment
+from optkit.checkpoint.locate import resolve
+from optkit.errors import UserError
+from optkit.evaluation.quality import ModuleLogits, compare_rows, evaluation_windows
+from optkit.evaluation.speed import measure_pair
+from optkit.lowering.lower import Executable
+from optkit.recipe.load import overridden
+from optkit.recipe.schema import Recipe
+from optkit.runtime.logits import RuntimeLogits
+from optkit.text.load import load_tokenizer
+
+THRESHOLDS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)  # nats
+WIDE = 1 << 20  # tokens of a step that runs in the widest form
+SLACK = 0.003  # of agreement
+LEAST = 0.95  # of the time of the wide form
+PROMPT, ANSWER = 256, 256  # tokens of a window
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Each answer token: margin of the narrow form in nats, then whether each form agrees with the source, and KL."""
+
+    margin: Tensor
+    narrow: Tensor
+    wide: Tensor
+    narrow_kl: Tensor
+    wide_kl: Tensor
+
+    @staticmethod
+    def joined(parts: Sequence[Recorded]) -> Recorded:
+        return Recorded(*(torch.cat([getattr(part, name) for part in parts]) for name in Recorded.__annotations__))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A rule: the share of tokens computed twice, time of a token in ms, agreement and mean KL with the source."""
+
+    rule: str
+    rate: float
+    milliseconds: float
+    agreement: float
+    kl: float
+    chance: float | None = None  # agreement of a mix of both forms by chance, in the same time
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.long confidence",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--artifact", type=Path, default=Path("artifact-edge"))
+    parser.add_argument("--source", default="smollm2-135m")
+    parser.add_argument("--windows", type=int, default=16, help="of 512 tokens (default: %(default)s)")
+    parser.add_argument("--save-result", type=Path)
+    args = parser.parse_args(argv)
+    artifact = Artifact.open(args.artifact)
+    executable = artifact.executable()
+    if not executable.variant_limits:
+        raise UserError("the artifact has one form alone", where=str(args.artifact), fix="use recipe edge-cpu")
+    directory = resolve(args.source).directory
+    windows = evaluation_windows(
+        load_tokenizer(str(directory)), args.windows * (PROMPT + ANSWER), PROMPT + ANSWER
+    )
+    narrow, wide = step_milliseconds(executable, artifact.recipe)
+    found = recorded(executable, ModuleLogits.load(directory), windows)
+    rows = table(found, narrow, wide)
+    show(rows, len(found.margin))
+    best = [row for row in rows[2:] if pays(row, rows[1])]
+    if args.save_result:
+        result = {"kind": "confidence", "environment": environment(), "tokens": len(found.margin)}
+        args.save_result.write_text(json.dumps(result | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    print(f"pays at {best[0].rule}" if best else "no threshold beats the wide form alone")
+    return 0 if best else 1
+
+
+def recorded(executable: Executable, source: ModuleLogits, windows: Sequence[Sequence[int]]) -> Recorded:
+    """The answer tokens of ``windows`` in both forms; the KV of the prompt is that of the wide form."""
+    forms = [
+        RuntimeLogits(executable, chunk=2 * PROMPT, decode=ANSWER),
+        RuntimeLogits(executable.at(WIDE), chunk=2 * PROMPT, decode=ANSWER),
+    ]
+    streams = [form.logits(windows) for form in forms]
+    parts = []
+    for expected, *given in zip(source.logits(windows), *streams, strict=True):
+        expected, low, high = (rows[PROMPT - 1 : -1] for rows in (expected, *given))
+        best = low.topk(2).values
+        narrow_kl, narrow = compare_rows(expected, low)
+        wide_kl, wide = compare_rows(expected, high)
+        parts.append(Recorded(best[:, 0] - best[:, 1], narrow, wide, narrow_kl, wide_kl))
+    return Recorded.joined(parts)
+
+
+def table(found: Recorded, narrow: float, wide: float) -> list[Row]:
+    """The narrow form, the wide form, and the fallback at each threshold; ``narrow`` and ``wide`` in ms a token."""
+    low, high = float(found.narrow.mean()), float(found.wide.mean())
+    rows = [
+        Row("narrow form", 0.0, narrow, low, float(found.narrow_kl.mean())),
+        Row("wide form", 0.0, wide, high, float(found.wide_kl.mean())),
+    ]
+    for threshold in THRESHOLDS:
+        again = found.margin < threshold
+        rate = float(again.float().mean())
+        taken = narrow + rate * wide
+        share = min(1.0, max(0.0, (taken - narrow) / (wide - narrow))) if wide > narrow else 1.0
+        rows.append(
+            Row(
+                f"margin < {threshold:g}",
+                rate,
+                taken,
+                float(torch.where(again, found.wide, found.narrow).mean()),
+                float(torch.where(again, found.wide_kl, found.narrow_kl).mean()),
+                low + share * (high - low),
+            )
+        )
+    return rows
+
+
+def pays(row: Row, wide: Row) -> bool:
+    """True where the rule is as good as the wide form and faster."""
+    return row.agreement >= wide.agreement - SLACK and row.milliseconds <= LEAST * wide.milliseconds
+
+
+def step_milliseconds(executable: Executable, recipe: Recipe) -> tuple[float, float]:
+    """The time of a decode step behind ``PROMPT`` tokens in the narrow and in the wide form, in interleaved rounds."""
+    alone = overridden(recipe, {"workload.prompt_tokens": [PROMPT], "workload.batch": 1})
+    times = measure_pair(executable.at(1), executable.at(WIDE), alone, lambda _: False).summary()
+    (narrow, wide), *_ = (pair for label, pair in times.items() if not label.startswith("prefill"))
+    return 1e3 * narrow["median"], 1e3 * wide["median"]
+
+
+def show(rows: Sequence[Row], tokens: int) -> None:
+    """Print a row a rule."""
+    print(f"{tokens} answer tokens; time from decode steps at {PROMPT} tokens, one sequence")
+    print(f"  {'rule':14} {'again':>6} {'ms/token':>8} {'agreement':>9} {'by chance':>9} {'KL':>8}")
+    for row in rows:
+        chance = f"{row.chance:9.2%}" if row.chance is not None else f"{'':9}"
+        print(f"  {row.rule:14} {row.rate:6.1%} {row.milliseconds:8.2f} {row.agreement:9.2%} {chance} {row.kl:8.4f}")
