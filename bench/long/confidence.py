@@ -53,7 +53,9 @@ class Recorded:
 
     @staticmethod
     def joined(parts: Sequence[Recorded]) -> Recorded:
-        return Recorded(*(torch.cat([getattr(part, name) for part in parts]) for name in Recorded.__annotations__))
+        return Recorded(
+            *(torch.cat([getattr(part, name) for part in parts]) for name in Recorded.__annotations__)
+        )
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     artifact = Artifact.open(args.artifact)
     executable = artifact.executable()
     if not executable.variant_limits:
-        raise UserError("the artifact has one form alone", where=str(args.artifact), fix="use recipe edge-cpu")
+        raise UserError(
+            "the artifact has one form alone", where=str(args.artifact), fix="use recipe edge-cpu"
+        )
     directory = resolve(args.source).directory
     windows = evaluation_windows(
         load_tokenizer(str(directory)), args.windows * (PROMPT + ANSWER), PROMPT + ANSWER
@@ -94,7 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     best = [row for row in rows[2:] if pays(row, rows[1])]
     if args.save_result:
         result = {"kind": "confidence", "environment": environment(), "tokens": len(found.margin)}
-        args.save_result.write_text(json.dumps(result | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        args.save_result.write_text(
+            json.dumps(result | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n"
+        )
     print(f"pays at {best[0].rule}" if best else "no threshold beats the wide form alone")
     return 0 if best else 1
 
@@ -160,4 +166,6 @@ def show(rows: Sequence[Row], tokens: int) -> None:
     print(f"  {'rule':14} {'again':>6} {'ms/token':>8} {'agreement':>9} {'by chance':>9} {'KL':>8}")
     for row in rows:
         chance = f"{row.chance:9.2%}" if row.chance is not None else f"{'':9}"
-        print(f"  {row.rule:14} {row.rate:6.1%} {row.milliseconds:8.2f} {row.agreement:9.2%} {chance} {row.kl:8.4f}")
+        print(
+            f"  {row.rule:14} {row.rate:6.1%} {row.milliseconds:8.2f} {row.agreement:9.2%} {chance} {row.kl:8.4f}"
+        )

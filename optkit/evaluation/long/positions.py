@@ -34,7 +34,9 @@ def kl_by_position(
         if kl.isnan().any():
             raise FloatingPointError("the divergence of a position is NaN")
         lengths = [len(part) for part in parts]
-        for column, pair in zip(columns, zip(kl.split(lengths), same.split(lengths), strict=True), strict=True):
+        for column, pair in zip(
+            columns, zip(kl.split(lengths), same.split(lengths), strict=True), strict=True
+        ):
             column.append(pair)
     return tuple(
         PositionScore(first, last, *(mean_estimate(list(side)) for side in zip(*column, strict=True)))

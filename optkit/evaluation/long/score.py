@@ -24,7 +24,9 @@ from optkit.evaluation.long.document import Document
 from optkit.evaluation.long.sources import Answered, AnswerSource
 from optkit.evaluation.quality import Estimate, PositionScore, compare_rows, mean_estimate
 
-LEAST_GAIN = 1.0  # nats an answer token, of the reference: the context makes an answer's token e times as likely
+LEAST_GAIN = (
+    1.0  # nats an answer token, of the reference: the context makes an answer's token e times as likely
+)
 DEPTHS = 4  # parts of a document
 
 Key = tuple[str, int]

@@ -87,13 +87,14 @@ class ModuleAnswers:
         return rows
 
     def _cache(self, context: Sequence[int]) -> Any:
-        """The cache of a context; None for an empty one, or for a model whose cache is of its own kind."""
+        """The cache of a context; None for an empty one, or for a model with layers that keep no keys of tokens."""
         cache = None
         for start in range(0, len(context), LONG_CHUNK):
             part = torch.tensor([context[start : start + LONG_CHUNK]])
             output = self.module(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
             cache = getattr(output, "past_key_values", None)
-            if cache is None:
+            layers = getattr(cache, "layers", ())
+            if not layers or not all(hasattr(layer, "get_seq_length") for layer in layers):
                 return None
         return cache
 

@@ -110,8 +110,7 @@ def multikey(random: Random, questions: int) -> Draft:
 def _numbers(random: Random, count: int) -> tuple[Asked, ...]:
     keys = zip(random.sample(ADJECTIVES, count), random.sample(NOUNS, count), strict=True)
     return tuple(
-        _number(random, " ".join(key), depth)
-        for key, depth in zip(keys, spread(random, count), strict=True)
+        _number(random, " ".join(key), depth) for key, depth in zip(keys, spread(random, count), strict=True)
     )
 
 
@@ -161,9 +160,7 @@ def _counted(random: Random, kind: str, words: Sequence[str]) -> Draft:
             random.shuffle(line)
             yield " ".join(line) + "\n"
 
-    question = (
-        f"\nQuestion: Which are the {FOUND} most {kind} words in the lines above?\nAnswer: The most {kind} words are:"
-    )
+    question = f"\nQuestion: Which are the {FOUND} most {kind} words in the lines above?\nAnswer: The most {kind} words are:"
     asked = Asked(question, "".join(f" {word}" for word in found))
     return Draft("Count how often each word is in the following lines.\n\n", lines(), (asked,))
 

@@ -35,7 +35,9 @@ def test_scores_are_means_over_the_chosen_positions() -> None:
 
 
 def test_a_source_has_no_divergence_from_itself() -> None:
-    assert all(s.kl.value == 0 and s.top1_agreement.value == 1 for s in kl_by_position(Table(0), Table(0), WINDOWS))
+    assert all(
+        s.kl.value == 0 and s.top1_agreement.value == 1 for s in kl_by_position(Table(0), Table(0), WINDOWS)
+    )
 
 
 def test_positions_of_a_long_range_reach_both_ends() -> None:

@@ -36,7 +36,7 @@ def expected(model: Any, question: Question) -> Answered:
     return Answered.of(rows[-len(question.answer) - 1 : -1], question.answer)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3_next"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "lfm2", "olmo_hybrid"])
 @pytest.mark.parametrize("kind", ["module", "runtime"])
 def test_answers_are_those_of_the_whole_prompt(name: str, kind: str) -> None:
     model = tiny_model(name)
@@ -68,7 +68,12 @@ def test_a_server_is_asked_for_context_question_and_answer_at_once() -> None:
     class Server:
         def score(self, prompt: list[int]) -> Scored:
             with torch.no_grad():
-                rows = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0].log_softmax(-1).double()
+                rows = (
+                    model(input_ids=torch.tensor([prompt]), use_cache=False)
+                    .logits[0]
+                    .log_softmax(-1)
+                    .double()
+                )
             values = rows[:-1].gather(-1, torch.tensor(prompt[1:])[:, None])[:, 0]
             return Scored(values, [{f"token_id:{int(row.argmax())}": float(row.max())} for row in rows[:-1]])
 
@@ -87,5 +92,7 @@ def test_nan_is_an_error() -> None:
 def test_an_opened_model_gives_its_answers_and_its_context() -> None:
     module = ModuleLogits(tiny_model("llama"))
     runtime = RuntimeLogits(lower(captured("llama")))
-    assert isinstance(answer_source(module), ModuleAnswers) and isinstance(answer_source(runtime), RuntimeAnswers)
+    assert isinstance(answer_source(module), ModuleAnswers) and isinstance(
+        answer_source(runtime), RuntimeAnswers
+    )
     assert context_of(module) == context_of(runtime) == module.module.config.max_position_embeddings

@@ -59,7 +59,11 @@ def test_a_variable_is_assigned_from_another_behind_its_value() -> None:
     for prompt, answer in asked:
         first = re.search(r"VAR (\w+) = (\d+), and", prompt)
         assert first is not None
-        assert 0 <= context.index(f"VAR {first[1]} = {first[2]}") < context.index(f"VAR{answer} = VAR {first[1]}")
+        assert (
+            0
+            <= context.index(f"VAR {first[1]} = {first[2]}")
+            < context.index(f"VAR{answer} = VAR {first[1]}")
+        )
 
 
 @pytest.mark.parametrize("task", ["common_words", "frequent_words"])
