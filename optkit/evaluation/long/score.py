@@ -94,13 +94,12 @@ class LongReport:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON data; lengths and depths are keys of text."""
-        data = asdict(self) | {
+        return asdict(self) | {
             "by_length": {str(length): asdict(score) for length, score in self.by_length.items()},
             "by_depth": {name: asdict(score) for name, score in self.by_depth.items()},
             "tasks": [asdict(task) for task in self.tasks],
             "positions": [asdict(score) for score in self.positions],
         }
-        return data
 
 
 @dataclass(frozen=True)

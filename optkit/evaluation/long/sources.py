@@ -18,7 +18,6 @@ from optkit.evaluation.long.document import Document, Question
 from optkit.evaluation.served import TOKEN_ID, ScoringServer
 from optkit.runtime.logits import LONG_CHUNK, RuntimeLogits
 
-
 UNLIMITED = 1 << 20  # tokens of a model without a table of positions
 
 

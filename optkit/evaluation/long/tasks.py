@@ -160,7 +160,10 @@ def _counted(random: Random, kind: str, words: Sequence[str]) -> Draft:
             random.shuffle(line)
             yield " ".join(line) + "\n"
 
-    question = f"\nQuestion: Which are the {FOUND} most {kind} words in the lines above?\nAnswer: The most {kind} words are:"
+    question = (
+        f"\nQuestion: Which are the {FOUND} most {kind} words in the lines above?"
+        f"\nAnswer: The most {kind} words are:"
+    )
     asked = Asked(question, "".join(f" {word}" for word in found))
     return Draft("Count how often each word is in the following lines.\n\n", lines(), (asked,))
 
