@@ -1,9 +1,10 @@
 """Confidence fallback: a token of the narrow form with a small margin is computed again in the wide form.
 
-    python -m bench.long confidence --artifact artifact-edge/ --source smollm2-135m
+    python -m bench.long confidence --narrow artifact-edge/ --wide artifact/ --source smollm2-135m
 
-An artifact with two forms runs prompts in the wide one and decode steps in the narrow one. Here every answer token of
-held-out text is computed in both, behind the same prompt (teacher-forced). From the recorded rows follow, for each
+With two forms of a model, prompts run in the wide one and decode steps in the narrow one. Here the forms are two
+artifacts with the same KV cache, and every answer token of held-out text is computed in both, behind a prompt in the
+wide form, with all tokens before it as in the text. From the recorded rows follow, for each
 threshold on the margin (log probability of the most likely token less that of the second): the rate of tokens computed
 twice, the agreement with the source model and its divergence, and the time of a token from measured decode steps:
 ``narrow + rate * wide``. Beside it stand the narrow form, the wide form alone, and a mix of both forms by chance in the
@@ -35,7 +36,7 @@ from optkit.runtime.logits import RuntimeLogits
 from optkit.text.load import load_tokenizer
 
 THRESHOLDS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)  # nats
-WIDE = 1 << 20  # tokens of a step that runs in the widest form
+FEW = 4  # tokens of a step in the narrow form
 SLACK = 0.003  # of agreement
 LEAST = 0.95  # of the time of the wide form
 PROMPT, ANSWER = 256, 256  # tokens of a window
@@ -76,23 +77,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--artifact", type=Path, default=Path("artifact-edge"))
+    parser.add_argument("--narrow", type=Path, default=Path("artifact-edge"))
+    parser.add_argument("--wide", type=Path, default=Path("artifact"))
     parser.add_argument("--source", default="smollm2-135m")
     parser.add_argument("--windows", type=int, default=16, help="of 512 tokens (default: %(default)s)")
     parser.add_argument("--save-result", type=Path)
     args = parser.parse_args(argv)
-    artifact = Artifact.open(args.artifact)
-    executable = artifact.executable()
-    if not executable.variant_limits:
-        raise UserError(
-            "the artifact has one form alone", where=str(args.artifact), fix="use recipe edge-cpu"
-        )
+    forms = Forms(Artifact.open(args.narrow).executable(), Artifact.open(args.wide).executable())
+    if forms.narrow.states != forms.wide.states:
+        raise UserError("the KV caches differ", where=str(args.narrow), fix="use recipes with kv_int8")
+    recipe = Artifact.open(args.wide, verify=False).recipe
     directory = resolve(args.source).directory
     windows = evaluation_windows(
         load_tokenizer(str(directory)), args.windows * (PROMPT + ANSWER), PROMPT + ANSWER
     )
-    narrow, wide = step_milliseconds(executable, artifact.recipe)
-    found = recorded(executable, ModuleLogits.load(directory), windows)
+    narrow, wide = step_milliseconds(forms, recipe)
+    found = recorded(forms, ModuleLogits.load(directory), windows)
     rows = table(found, narrow, wide)
     show(rows, len(found.margin))
     best = [row for row in rows[2:] if pays(row, rows[1])]
@@ -105,13 +105,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if best else 1
 
 
-def recorded(executable: Executable, source: ModuleLogits, windows: Sequence[Sequence[int]]) -> Recorded:
+class Forms:
+    """A model of two forms: steps of few tokens run in the narrow one, prompts in the wide one."""
+
+    def __init__(self, narrow: Executable, wide: Executable) -> None:
+        self.narrow, self.wide = narrow, wide
+        self.states, self.vocab_size = wide.states, wide.vocab_size
+        self.max_model_len = min(narrow.max_model_len, wide.max_model_len)
+
+    def __call__(self, inputs: dict[str, Tensor]) -> Tensor:
+        form = self.narrow if len(inputs["input_ids"]) <= FEW else self.wide
+        return form(inputs)
+
+
+def recorded(forms: Forms, source: ModuleLogits, windows: Sequence[Sequence[int]]) -> Recorded:
     """The answer tokens of ``windows`` in both forms; the KV of the prompt is that of the wide form."""
-    forms = [
-        RuntimeLogits(executable, chunk=2 * PROMPT, decode=ANSWER),
-        RuntimeLogits(executable.at(WIDE), chunk=2 * PROMPT, decode=ANSWER),
-    ]
-    streams = [form.logits(windows) for form in forms]
+    sides = [RuntimeLogits(model, chunk=2 * PROMPT, decode=ANSWER) for model in (forms, forms.wide)]
+    streams = [side.logits(windows) for side in sides]
     parts = []
     for expected, *given in zip(source.logits(windows), *streams, strict=True):
         expected, low, high = (rows[PROMPT - 1 : -1] for rows in (expected, *given))
@@ -152,10 +162,10 @@ def pays(row: Row, wide: Row) -> bool:
     return row.agreement >= wide.agreement - SLACK and row.milliseconds <= LEAST * wide.milliseconds
 
 
-def step_milliseconds(executable: Executable, recipe: Recipe) -> tuple[float, float]:
+def step_milliseconds(forms: Forms, recipe: Recipe) -> tuple[float, float]:
     """The time of a decode step behind ``PROMPT`` tokens in the narrow and in the wide form, in interleaved rounds."""
     alone = overridden(recipe, {"workload.prompt_tokens": [PROMPT], "workload.batch": 1})
-    times = measure_pair(executable.at(1), executable.at(WIDE), alone, lambda _: False).summary()
+    times = measure_pair(forms.narrow, forms.wide, alone, lambda _: False).summary()
     (narrow, wide), *_ = (pair for label, pair in times.items() if not label.startswith("prefill"))
     return 1e3 * narrow["median"], 1e3 * wide["median"]
 

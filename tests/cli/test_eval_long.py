@@ -11,7 +11,7 @@ from optkit.cli import eval as eval_module
 from optkit.cli import main
 from optkit.cli.eval_long import parse_lengths
 from optkit.errors import UserError
-from optkit.evaluation.long import tasks
+from optkit.evaluation.long import score, tasks
 from optkit.evaluation.quality import ModuleLogits, RuntimeLogits
 from optkit.evaluation.saved import read_eval
 from optkit.lowering.lower import lower
@@ -32,6 +32,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eval_module, "_tokenizer", lambda artifact, source: tokenizer())
     few = {name: tasks.TASKS[name] for name in ("needle", "common_words")}
     monkeypatch.setattr(tasks, "TASKS", few)
+    monkeypatch.setattr(score, "LEAST_GAIN", -100.0)  # random weights take nothing from a document
 
 
 @pytest.mark.usefixtures("fakes")

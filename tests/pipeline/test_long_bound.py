@@ -64,7 +64,7 @@ def test_a_missed_bound_of_the_whole_undoes_the_pass(source: Path, tmp_path: Pat
     assert "long loss 0.3 [0.28, 0.32] nats on 5,000 tokens is above 0.1" in record.passes[1].reason
     assert set(losses) == {"whole"}
     page = (tmp_path / "out" / "optkit" / "report.html").read_text("utf-8")
-    assert "loss on long documents" in page
+    assert "long documents, 2 of 5,000 tokens" in page
 
 
 def test_a_bound_of_a_pass_is_judged_on_the_pass(source: Path, tmp_path: Path, losses: list[str]) -> None:
