@@ -1,6 +1,7 @@
 """Confidence fallback: a token of the narrow form with a small margin is computed again in the wide form.
 
     python -m bench.long confidence --narrow artifact-edge/ --wide artifact/ --source smollm2-135m
+    python -m bench.long confidence --group-size 128 --wide artifact/ --source smollm2-135m
 
 With two forms of a model, prompts run in the wide one and decode steps in the narrow one. Here the forms are two
 artifacts with the same KV cache, and every answer token of held-out text is computed in both, behind a prompt in the
@@ -8,8 +9,9 @@ wide form, with all tokens before it as in the text. From the recorded rows foll
 threshold on the margin (log probability of the most likely token less that of the second): the rate of tokens computed
 twice, the agreement with the source model and its divergence, and the time of a token from measured decode steps:
 ``narrow + rate * wide``. Beside it stand the narrow form, the wide form alone, and a mix of both forms by chance in the
-same time. The rule pays where a threshold reaches the agreement of the wide form (less ``SLACK``) in at most ``LEAST``
-of its time. Exit code 1: no threshold does.
+same time. With ``--group-size`` the narrow form is made here, unjudged: recipe ``edge-cpu`` with so many weights to a
+scale of ``w4a8``, further from the source than the artifact. The rule pays where a threshold reaches the agreement of the wide form (less ``SLACK``) in at most ``LEAST``
+of its time, and is better than the narrow form alone by two standard errors. Exit code 1: no threshold does.
 """
 
 from __future__ import annotations
@@ -25,12 +27,16 @@ from torch import Tensor
 
 from optkit.artifact.open import Artifact
 from optkit.bench.environment import environment
+from optkit.capture import capture_directory
 from optkit.checkpoint.locate import resolve
 from optkit.errors import UserError
 from optkit.evaluation.quality import ModuleLogits, compare_rows, evaluation_windows
 from optkit.evaluation.speed import measure_pair
-from optkit.lowering.lower import Executable
-from optkit.recipe.load import overridden
+from optkit.lowering.lower import Executable, lower
+from optkit.machine.target import get_target
+from optkit.passes.base import PassContext
+from optkit.passes.resolve import ResolvedPass, resolve_passes
+from optkit.recipe.load import load_recipe, overridden
 from optkit.recipe.schema import Recipe
 from optkit.runtime.logits import RuntimeLogits
 from optkit.text.load import load_tokenizer
@@ -68,6 +74,8 @@ class Row:
     milliseconds: float
     agreement: float
     kl: float
+    gain: float = 0.0  # of agreement over the narrow form, and its standard error
+    gain_stderr: float = 0.0
     chance: float | None = None  # agreement of a mix of both forms by chance, in the same time
 
 
@@ -78,16 +86,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--narrow", type=Path, default=Path("artifact-edge"))
+    parser.add_argument("--group-size", type=int, help="make the narrow form, with this group size")
     parser.add_argument("--wide", type=Path, default=Path("artifact"))
     parser.add_argument("--source", default="smollm2-135m")
     parser.add_argument("--windows", type=int, default=16, help="of 512 tokens (default: %(default)s)")
     parser.add_argument("--save-result", type=Path)
     args = parser.parse_args(argv)
-    forms = Forms(Artifact.open(args.narrow).executable(), Artifact.open(args.wide).executable())
+    directory = resolve(args.source).directory
+    few = made(directory, args.group_size) if args.group_size else Artifact.open(args.narrow).executable()
+    forms = Forms(few, Artifact.open(args.wide).executable())
     if forms.narrow.states != forms.wide.states:
         raise UserError("the KV caches differ", where=str(args.narrow), fix="use recipes with kv_int8")
     recipe = Artifact.open(args.wide, verify=False).recipe
-    directory = resolve(args.source).directory
     windows = evaluation_windows(
         load_tokenizer(str(directory)), args.windows * (PROMPT + ANSWER), PROMPT + ANSWER
     )
@@ -137,7 +147,14 @@ def table(found: Recorded, narrow: float, wide: float) -> list[Row]:
     low, high = float(found.narrow.mean()), float(found.wide.mean())
     rows = [
         Row("narrow form", 0.0, narrow, low, float(found.narrow_kl.mean())),
-        Row("wide form", 0.0, wide, high, float(found.wide_kl.mean())),
+        Row(
+            "wide form",
+            0.0,
+            wide,
+            high,
+            float(found.wide_kl.mean()),
+            *mean_and_error(found.wide - found.narrow),
+        ),
     ]
     for threshold in THRESHOLDS:
         again = found.margin < threshold
@@ -151,6 +168,7 @@ def table(found: Recorded, narrow: float, wide: float) -> list[Row]:
                 taken,
                 float(torch.where(again, found.wide, found.narrow).mean()),
                 float(torch.where(again, found.wide_kl, found.narrow_kl).mean()),
+                *mean_and_error(torch.where(again, found.wide - found.narrow, 0.0)),
                 low + share * (high - low),
             )
         )
@@ -158,8 +176,28 @@ def table(found: Recorded, narrow: float, wide: float) -> list[Row]:
 
 
 def pays(row: Row, wide: Row) -> bool:
-    """True where the rule is as good as the wide form and faster."""
-    return row.agreement >= wide.agreement - SLACK and row.milliseconds <= LEAST * wide.milliseconds
+    """True where the rule is as good as the wide form and faster, and better than the narrow form."""
+    cheap = row.agreement >= wide.agreement - SLACK and row.milliseconds <= LEAST * wide.milliseconds
+    return cheap and row.gain > 2 * row.gain_stderr
+
+
+def mean_and_error(values: Tensor) -> tuple[float, float]:
+    """The mean over tokens, and its standard error."""
+    return float(values.mean()), float(values.std() / len(values) ** 0.5)
+
+
+def made(directory: Path, group_size: int) -> Executable:
+    """The model in ``directory`` after the passes of ``edge-cpu`` with ``group_size`` weights to a scale."""
+    recipe = load_recipe("edge-cpu", [f"passes.w4a8.group_size={group_size}"])
+    graph, target = capture_directory(directory), get_target("cpu")
+    context = PassContext(target)
+    for resolved in resolve_passes(recipe):
+        assert isinstance(resolved, ResolvedPass)  # the recipe has no candidates
+        optimization = resolved.pass_class(resolved.config)
+        plan = optimization.check(graph, context)
+        if plan.sites:
+            optimization.apply(graph, plan, context)
+    return lower(graph, target, consume=True)
 
 
 def step_milliseconds(forms: Forms, recipe: Recipe) -> tuple[float, float]:
@@ -173,9 +211,12 @@ def step_milliseconds(forms: Forms, recipe: Recipe) -> tuple[float, float]:
 def show(rows: Sequence[Row], tokens: int) -> None:
     """Print a row a rule."""
     print(f"{tokens} answer tokens; time from decode steps at {PROMPT} tokens, one sequence")
-    print(f"  {'rule':14} {'again':>6} {'ms/token':>8} {'agreement':>9} {'by chance':>9} {'KL':>8}")
+    print(
+        f"  {'rule':14} {'again':>6} {'ms/token':>8} {'agreement':>9} {'gain, points':>13} {'by chance':>9} {'KL':>8}"
+    )
     for row in rows:
         chance = f"{row.chance:9.2%}" if row.chance is not None else f"{'':9}"
         print(
-            f"  {row.rule:14} {row.rate:6.1%} {row.milliseconds:8.2f} {row.agreement:9.2%} {chance} {row.kl:8.4f}"
+            f"  {row.rule:14} {row.rate:6.1%} {row.milliseconds:8.2f} {row.agreement:9.2%} "
+            f"{100 * row.gain:5.2f} ± {100 * row.gain_stderr:5.2f} {chance} {row.kl:8.4f}"
         )

@@ -31,14 +31,20 @@ def test_the_fallback_takes_the_wide_form_below_the_threshold() -> None:
 
 
 @pytest.mark.parametrize(
-    ("milliseconds", "agreement", "expected"),
-    [(9.0, 0.75, True), (9.0, 0.748, True), (9.0, 0.74, False), (14.5, 0.9, False)],
+    ("milliseconds", "agreement", "gain", "expected"),
+    [
+        (9.0, 0.75, 0.03, True),
+        (9.0, 0.748, 0.03, True),
+        (9.0, 0.74, 0.03, False),
+        (14.5, 0.9, 0.03, False),
+        (9.0, 0.75, 0.01, False),  # the narrow form is as good
+    ],
 )
 def test_a_rule_pays_as_good_as_the_wide_form_in_less_time(
-    milliseconds: float, agreement: float, expected: bool
+    milliseconds: float, agreement: float, gain: float, expected: bool
 ) -> None:
     wide = Row("wide", 0.0, 15.0, 0.75, 0.1)
-    assert pays(Row("rule", 0.1, milliseconds, agreement, 0.1), wide) is expected
+    assert pays(Row("rule", 0.1, milliseconds, agreement, 0.1, gain, 0.01), wide) is expected
 
 
 def test_answer_tokens_run_in_both_forms_behind_a_prompt_in_the_wide_one() -> None:
