@@ -2,14 +2,14 @@
 
     python -m bench.long batching
 
-Waits: requests of 128 tokens in and 16 out at 0.3 and 0.9 of the capacity; p50 and p95 of TTFT and the throughput where
-requests are handed over in groups, the first of a group after a fixed wait. Chunks: a prompt of 1,024 tokens alone and
-beside four decoding streams; its TTFT and the longest gap of a stream by the largest number of tokens of a step, and
-with the policy ``slo`` and a bound on the time per token, beside the largest fixed chunk that keeps the bound. Steps
-take 5 ms, 0.36 ms a token, 0.25 ms a row and 90 ns a pair of query and key, about those of a small model on two cores;
+Waits: requests of 128 tokens in and 16 out at 0.3 and 0.9 of the capacity; p50 and p95 of TTFT and the throughput of
+requests handed over in groups, the first of a group after a fixed wait. Chunks: a prompt of 1,024 tokens alone and
+beside four decoding streams; TTFT and the longest gap of a stream by the largest number of tokens of a step, and with
+the policy ``slo`` and a bound on the time per token, beside the largest fixed chunk within the bound. Steps take 5 ms,
+0.36 ms a token, 0.25 ms a row and 90 ns a pair of query and key, about the times of a small model on two cores;
 ``python -m bench.plan MODEL --sweep wait`` and ``--sweep chunk`` measure the same on an engine. Exit code 1: a wait
 lowers p50 at 0.3 of the capacity or raises throughput by more than ``SAME``, or the policy's TTFT is more than
-``CLOSE`` above that of the best fixed chunk.
+``CLOSE`` above the TTFT of the best fixed chunk.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def config(tokens: int = 2048, tpot: float | None = None) -> SchedulerConfig:
 
 
 def waits() -> list[str]:
-    """Print a row a load and wait; the lines of waits that pay."""
+    """Print a row a load and wait; the lines of paying waits."""
     most = capacity(config(), COSTS, requests([0.0] * REQUESTS))
     print(f"capacity {most:.2f} requests/s\n  load  wait, ms  p50 TTFT, ms  p95 TTFT, ms  requests/s")
     missed = []

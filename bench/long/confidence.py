@@ -3,17 +3,16 @@
     python -m bench.long confidence --narrow artifact-edge/ --wide artifact/ --source smollm2-135m
     python -m bench.long confidence --group-size 128 --wide artifact/ --source smollm2-135m
 
-With two forms of a model, prompts run in the wide one and decode steps in the narrow one. Here the forms are two
+With two forms of a model, prompts run in the wide form and decode steps in the narrow form. Here the forms are two
 artifacts with the same KV cache, and every answer token of held-out text is computed in both, behind a prompt in the
-wide form, with all tokens before it as in the text. From the recorded rows follow, for each threshold on the margin
-(log probability of the most likely token less that of the second): the rate of tokens computed twice, the agreement
-with the source model and its divergence, and the time of a token from measured decode steps: ``narrow + rate * wide``.
-Beside it stand the narrow form, the wide form alone, and a mix of both forms by chance in the same time. With
-``--group-size`` the narrow form is made here, unjudged: recipe ``edge-cpu`` with so many weights to a scale of
-``w4a8``, further from the source than the artifact.
+wide form, with all tokens before as in the text. From the recorded rows follow, for each threshold on the margin (log
+probability of the most likely token less the second): the rate of tokens computed twice, agreement and divergence from
+the source model, and the time of a token from measured decode steps: ``narrow + rate * wide``. Beside the rule stand
+the narrow form, the wide form, and a mix of both forms by chance in the same time. With ``--group-size`` the narrow
+form is made here, unjudged: recipe ``edge-cpu`` with so many weights to a scale of ``w4a8``.
 
-The rule pays where a threshold reaches the agreement of the wide form (less ``SLACK``) in at most ``LEAST`` of its
-time, and is better than the narrow form alone by two standard errors. Exit code 1: no threshold does.
+The rule pays in greedy answers where a threshold reaches the agreement of the wide form (less ``SLACK``) in at most
+``LEAST`` of the time, and is better than the narrow form alone by two standard errors. Exit code 1: no threshold does.
 """
 
 from __future__ import annotations

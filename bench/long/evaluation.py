@@ -1,13 +1,13 @@
-"""Long evaluation: which tasks carry signal, and the damage that it sees and perplexity does not.
+"""Long evaluation: tasks with signal, and damage that is visible in answers and not in perplexity.
 
     python -m bench.long evaluation --artifact artifact/
     python -m bench.long evaluation --artifact artifact/ --lengths 1024,4096,8192 --documents 2
 
-Compared with the artifact as it is: the artifact itself (the loss must be 0), and the artifact without the KV between
-the first block and the last tokens (``bench.long.evicting``), as an engine would have that forgets distant text.
-Perplexity is measured on windows of text of the length that ``optkit eval`` uses and of 4,096 tokens. Exit code 1: the
-artifact differs from itself, or the loss by forgetting is below ``LEAST_LOSS``, or forgetting moves the logarithm of
-perplexity by more than ``MOST_PERPLEXITY``.
+The artifact is compared with the same artifact (the loss must be 0), and with the artifact without the KV between the
+first block and the last tokens (``bench.long.evicting``), as in an engine without distant text. Perplexity is measured
+on windows of text of the length of ``optkit eval`` and of 4,096 tokens. Exit code 1: the same artifact has a loss, or
+the loss by forgetting is below ``LEAST_LOSS``, or forgetting moves the logarithm of perplexity by more than
+``MOST_PERPLEXITY``.
 """
 
 from __future__ import annotations

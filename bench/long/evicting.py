@@ -1,4 +1,4 @@
-"""A runtime that forgets: attention to the first and the last blocks of a sequence, as after evicting the rest."""
+"""A forgetful runtime: attention to the first and the last blocks of a sequence, as after evicting the rest."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """KL divergence by position, up to the end of a long context.
 
 The logits of 8,192 positions of a vocabulary of 49,152 are 1.6 GB. So only some positions of each range are scored, the
-same ones on both sides.
+same positions on both sides.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from optkit.text.corpora import load_text
 
 
 class Fact(NamedTuple):
-    """A question; ``start`` are the first words of the only paragraph with the answer, ``answer`` is part of it."""
+    """A question; ``start`` are the first words of the only paragraph with the answer; ``answer`` is quoted."""
 
     start: str
     question: str

@@ -1,4 +1,4 @@
-"""Word lists of the generated tasks: plain English words, so every tokenizer knows them."""
+"""Word lists of the generated tasks: plain English words, known to every tokenizer."""
 
 from __future__ import annotations
 
