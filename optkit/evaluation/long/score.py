@@ -6,8 +6,8 @@ taken from the context. A task with a gain of the reference below ``LEAST_GAIN``
 left out of the loss.
 
 The *loss* is the log probability by the reference less the log probability by the candidate, the mean over answer
-tokens, paired by question. The loss is 0 for equal models, and about the gain for a model without the evidence. Standard
-errors are over documents, since the questions of a document share a context.
+tokens, paired by question. The loss is 0 for equal models, and about the gain for a model without the evidence.
+Standard errors are over documents, since the questions of a document share a context.
 """
 
 from __future__ import annotations
