@@ -227,9 +227,9 @@ def _report(rows: Sequence[_Row], documents: Sequence[Document]) -> LongReport:
     return LongReport(
         documents=len(documents),
         tokens=sum(len(document.context) for document in documents),
-        loss=whole and whole.loss,
-        kl=whole and whole.kl,
-        agreement=whole and whole.agreement,
+        loss=whole.loss if whole else None,
+        kl=whole.kl if whole else None,
+        agreement=whole.agreement if whole else None,
         tasks=tuple(tasks),
         by_length={n: _score([row for row in chosen if row.key[1] == n]) for n in lengths},
         by_depth={name: _score(found) for name, found in depths.items() if found},
