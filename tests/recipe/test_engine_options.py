@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2] / "optkit"
 SOURCES = [
     path for name in ("cli", "recipe", "runtime", "serve") for path in sorted((ROOT / name).rglob("*.py"))
 ]
-SHARES = ("gpu_memory_utilization", "pinned_cache_share")
+SHARES = ("gpu_memory_utilization", "pinned_cache_share", "specprefill_keep_pct")
 IN_RECIPES = [name for name in NAMES if fact(name, "recipe")]
 
 

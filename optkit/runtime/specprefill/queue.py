@@ -224,6 +224,13 @@ class ScoringQueue:
             raise UserError("this engine can't leave tokens of a prompt out", where="--specprefill", fix=ONLY_ON)
         self._scorer = self._make_scorer()
 
+    def scorer(self) -> PromptScorer:
+        """The scorer, for measurements. Raises as ``prepare``."""
+        if self._scorer is None:
+            self.prepare()
+        assert self._scorer is not None, "prepare makes it or raises"
+        return self._scorer
+
     def _give_up(self, queue_timeout: float | None) -> list[TokenOutput]:
         """End the requests that wait for longer than ``queue_timeout`` seconds and have not begun."""
         if not queue_timeout:
