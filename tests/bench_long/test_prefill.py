@@ -25,8 +25,8 @@ def test_the_log_probability_of_an_answer_at_kept_positions() -> None:
     prompt, answer, kept = IDS[:80].tolist(), IDS[80:84].tolist(), [*range(10), *range(40, 80)]
     ids = torch.tensor([prompt[at] for at in kept] + answer)
     with torch.no_grad():
-        places = torch.tensor([*kept, *range(80, 84)])
-        rows = tiny_model("llama").eval()(ids[None], position_ids=places[None]).logits[0].log_softmax(-1)
+        places, seen = torch.tensor([[*kept, *range(80, 84)]]), torch.ones(1, len(ids))
+        rows = tiny_model("llama").eval()(ids[None], attention_mask=seen, position_ids=places).logits[0].log_softmax(-1)
     expected = sum(float(rows[len(kept) - 1 + i, token]) for i, token in enumerate(answer))
     found, first = answer_logprob(lower(captured("llama"), TARGET), Question(prompt, answer), kept)
     assert abs(found - expected) < 1e-2

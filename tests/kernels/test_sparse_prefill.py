@@ -22,13 +22,16 @@ SPARSE = {"sparse_cover": 0.6, "sparse_from": BLOCK}
 
 
 def peaked(case: Case) -> World:
-    """A world whose heads look at few keys: a block of keys has much of the attention of each block of queries."""
+    """A world whose blocks of queries look at one block of keys above all: keys of a block have a direction."""
     world = World(case)
     generator = torch.Generator().manual_seed(case.seed + 1)
     for q, k in zip(world.q, world.k, strict=True):
-        for start in range(0, len(q), BLOCK):
-            head = k[torch.randint(0, start + 1, (1,), generator=generator)].repeat_interleave(case.group, 1)
-            q[start : start + BLOCK] += 3 * head
+        directions = torch.randn(-(-len(q) // BLOCK), *k.shape[1:], generator=generator)
+        for block, start in enumerate(range(0, len(q), BLOCK)):
+            rows = slice(start, start + BLOCK)
+            wanted = directions[int(torch.randint(0, block + 1, (1,), generator=generator))]
+            k[rows] += 2 * directions[block]
+            q[rows] += 2 * wanted.repeat_interleave(case.group, 0)
     return world
 
 
@@ -140,7 +143,7 @@ def test_early_queries_are_dense_and_later_ones_sparse() -> None:
 
 
 def test_more_cover_reads_more_blocks_up_to_all() -> None:
-    world = peaked(CASE)
+    world = World(CASE)
     q, k = world.q[0][-BLOCK:], world.k[0]
     counts = [int(chosen_blocks(q, k, CASE.dim**-0.5, cover).sum()) for cover in (0.1, 0.6, 0.9, 0.99999)]
     assert counts == sorted(counts) and counts[0] < counts[-1]

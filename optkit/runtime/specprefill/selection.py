@@ -73,5 +73,5 @@ def kept_positions(importance: Tensor, count: int) -> list[int]:
     means[:FIRST_CHUNKS] = means[max(0, tokens - QUERIES) // CHUNK :] = math.inf
     forced = int(torch.isinf(means).sum())
     order = means.sort(descending=True, stable=True).indices
-    chosen = sorted(order[: max(forced, count // CHUNK)].tolist())
+    chosen = sorted(order[: max(forced, round(count / CHUNK))].tolist())
     return [at for chunk in chosen for at in range(chunk * CHUNK, min(tokens, (chunk + 1) * CHUNK))]
