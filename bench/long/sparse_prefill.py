@@ -3,9 +3,9 @@
     python -m bench.long sparse_prefill artifact/
     python -m bench.long sparse_prefill artifact/ --tokens 4096 --cover 0.9 0.95 --rounds 0
 
-The pass ``sparse_prefill`` is applied to the artifact's graph in memory; both models share the packed weights. TTFT: two
-engines without prefix cache, the same prompts of the evaluation text in turn. The ratio is the median over rounds; CPU
-time is the second witness. KL: of the distribution behind the last token, and the mean over the last 64 positions, over
+The pass ``sparse_prefill`` is applied to the artifact's graph in memory; both models share the packed weights. TTFT:
+two engines without prefix cache, the same prompts of the evaluation text in turn. The ratio is the median over rounds;
+CPU time is the second witness. KL: of the distribution behind the last token, and the mean over the last 64 positions, over
 ``--prompts`` prompts. Exit code 1: a bound is missed.
 """
 
@@ -102,8 +102,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("artifact", type=Path)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 4096, 8192], help="lengths of prompts")
-    parser.add_argument("--cover", type=float, nargs="+", default=[0.95], help="shares of the attention to read")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[512, 1024, 4096, 8192], help="lengths of prompts"
+    )
+    parser.add_argument(
+        "--cover", type=float, nargs="+", default=[0.95], help="shares of the attention to read"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="pairs of prefills of each length; 0: none")
     parser.add_argument("--prompts", type=int, default=4, help="for the loss; 0: none")
     parser.add_argument("--threads", type=int, default=0, help="0: as torch has them")
@@ -120,7 +124,9 @@ def main(arguments: list[str]) -> int:
     dense = artifact.executable(shared=shared)
     texts = Texts(args.artifact)
     for cover in args.cover:
-        other = artifact.executable(shared=shared, change=lambda graph, cover=cover: sparse(graph, cover, target))
+        other = artifact.executable(
+            shared=shared, change=lambda graph, cover=cover: sparse(graph, cover, target)
+        )
         engines = engine_of(artifact, dense), engine_of(artifact, other)
         for asked in args.tokens:
             tokens = min(asked, dense.max_model_len - MARGIN)

@@ -4,8 +4,8 @@
     python -m bench.long spec_prefill artifact/ --tokens 1900 --keep 0.25 --rounds 5 --needles 0
     python -m bench.long spec_prefill artifact/ --layers 4 --needles 10
 
-TTFT: one engine, prompts of the evaluation text, the same prompt whole and with ``--keep`` of its tokens in turn, without
-prefix cache. The ratio is the median over rounds; CPU time is the second witness. Needles: a number is somewhere in a
+TTFT: one engine, prompts of the evaluation text, the same prompt whole and with ``--keep`` of its tokens in turn,
+without prefix cache. The ratio is the median over rounds; CPU time is the second witness. Needles: a number is somewhere in a
 long text, a question on it at the end; the log-probability of the whole answer, with the whole prompt, the kept tokens,
 and as many of the last tokens (``tail``), which need no model. Exit code 1: a bound is missed.
 """
@@ -68,7 +68,9 @@ def ttft(engine: Engine, texts: Texts, tokens: int, keep: float, rounds: int) ->
         kept.append(first.kept_tokens)
 
     pairs = in_turn(
-        lambda number: first_token(engine, f"whole-{number}", texts.prompt(tokens, number), None), part, rounds
+        lambda number: first_token(engine, f"whole-{number}", texts.prompt(tokens, number), None),
+        part,
+        rounds,
     )
     return ratios(pairs) | {"kept": statistics.mean(kept) / tokens, "load": load_average()}
 
@@ -89,7 +91,10 @@ def needles(engine: Engine, texts: Texts, tokens: int, keep: float, count: int) 
         part, found = answer_logprob(model, question, positions.kept.tolist())
         tail, _ = answer_logprob(model, question, range(tokens - size, tokens))
         rows.append({"whole": whole, "part": part, "tail": tail, "kl": float(kl(expected, found))})
-        print(f"  {tokens} tokens, needle {number}: " + json.dumps({k: round(v, 3) for k, v in rows[-1].items()}))
+        print(
+            f"  {tokens} tokens, needle {number}: "
+            + json.dumps({k: round(v, 3) for k, v in rows[-1].items()})
+        )
     return {f"needle_{name}": statistics.mean(row[name] for row in rows) for name in rows[0]}
 
 
@@ -112,7 +117,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     args = parse(arguments)
     given: dict[str, Any] = {"enable_prefix_caching": False, "speculative_model": "none"}
-    engine = open_engine(str(args.artifact), **given, specprefill_layers=args.layers, specprefill_threshold=256)
+    engine = open_engine(
+        str(args.artifact), **given, specprefill_layers=args.layers, specprefill_threshold=256
+    )
     if args.threads:
         torch.set_num_threads(args.threads)
     texts, missed = Texts(args.artifact), list[str]()

@@ -1,10 +1,10 @@
 """The spec of block-sparse prefill: the blocks of keys that a block of queries reads.
 
-Blocks are of ``BLOCK`` tokens at fixed positions. The antidiagonals of XAttention (arXiv 2503.16428) say which blocks of
-keys matter: tokens are taken in groups of ``STRIDE``, and the score of a group of queries against a group of keys is the
-mean over t of ``scale * q[STRIDE - 1 - t] . k[t]``. A softmax over the groups of keys up to the queries' own, added up
-over the groups of queries of a block and over the query heads of a KV head, is the mass of each block of keys. The block
-reads the fewest blocks that have a share ``cover`` of the mass, the first block, its own, and the one before.
+Blocks are of ``BLOCK`` tokens at fixed positions. The antidiagonals of XAttention (arXiv 2503.16428) say which blocks
+of keys matter: tokens are taken in groups of ``STRIDE``, and the score of a group of queries against a group of keys is
+the mean over t of ``scale * q[STRIDE - 1 - t] . k[t]``. A softmax over the groups of keys up to the queries' own, added
+up over the groups of queries of a block and over the query heads of a KV head, is the mass of each block of keys. The
+block reads the fewest blocks that have a share ``cover`` of the mass, the first block, its own, and the one before.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def chosen_blocks(q: Tensor, k: Tensor, scale: float, cover: float) -> Tensor:
     mass = block_mass(q, k, scale)
     order = mass.sort(dim=1, descending=True, stable=True)
     before = order.values.cumsum(1) - order.values
-    chosen = torch.zeros_like(mass, dtype=torch.bool).scatter(1, order.indices, before < cover * mass.sum(1, True))
+    chosen = torch.zeros_like(mass, dtype=torch.bool).scatter(
+        1, order.indices, before < cover * mass.sum(1, True)
+    )
     chosen[:, [0, -1, max(-2, -mass.shape[1])]] = True
     return chosen
 
@@ -61,7 +63,9 @@ def block_mass(q: Tensor, k: Tensor, scale: float) -> Tensor:
     heads, shared = q.shape[1], q.shape[1] // k.shape[1]
     groups = k.float().unflatten(0, (-1, STRIDE)).permute(2, 0, 1, 3).flatten(2)  # [Hkv, groups, STRIDE * D]
     queries = q.float().unflatten(0, (-1, STRIDE)).flip(1).permute(2, 0, 1, 3).flatten(2)
-    scores = queries @ groups.repeat_interleave(shared, 0).transpose(1, 2) * (scale / STRIDE)  # [H, rows, groups]
+    scores = (
+        queries @ groups.repeat_interleave(shared, 0).transpose(1, 2) * (scale / STRIDE)
+    )  # [H, rows, groups]
     rows, columns = scores.shape[1:]
     later = torch.ones(rows, columns, dtype=torch.bool, device=q.device).triu(columns - rows + 1)
     weights = scores.masked_fill(later, -math.inf).softmax(-1)

@@ -18,7 +18,9 @@ def test_logprobs_are_those_of_transformers_whatever_the_step() -> None:
         expected = tiny_model("llama").eval()(IDS[None]).logits[0].log_softmax(-1)
     model = lower(captured("llama"), TARGET)
     for step in (7, 64, 1000):
-        torch.testing.assert_close(logprobs(model, IDS.tolist(), 5, step=step), expected[-5:], atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(
+            logprobs(model, IDS.tolist(), 5, step=step), expected[-5:], atol=1e-3, rtol=1e-3
+        )
 
 
 def test_the_log_probability_of_an_answer_at_kept_positions() -> None:
@@ -26,7 +28,12 @@ def test_the_log_probability_of_an_answer_at_kept_positions() -> None:
     ids = torch.tensor([prompt[at] for at in kept] + answer)
     with torch.no_grad():
         places, seen = torch.tensor([[*kept, *range(80, 84)]]), torch.ones(1, len(ids))
-        rows = tiny_model("llama").eval()(ids[None], attention_mask=seen, position_ids=places).logits[0].log_softmax(-1)
+        rows = (
+            tiny_model("llama")
+            .eval()(ids[None], attention_mask=seen, position_ids=places)
+            .logits[0]
+            .log_softmax(-1)
+        )
     expected = sum(float(rows[len(kept) - 1 + i, token]) for i, token in enumerate(answer))
     found, first = answer_logprob(lower(captured("llama"), TARGET), Question(prompt, answer), kept)
     assert abs(found - expected) < 1e-2

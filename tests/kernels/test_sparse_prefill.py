@@ -50,7 +50,9 @@ def by_hand(world: World, cover: float, first: int) -> tuple[torch.Tensor, int, 
             for head in range(kv * case.group, (kv + 1) * case.group):
                 for at in range(block * BLOCK, (block + 1) * BLOCK, STRIDE):
                     scores = [
-                        sum(float(q[at + STRIDE - 1 - t, head] @ k[key + t, kv]) for t in range(STRIDE)) * scale / STRIDE
+                        sum(float(q[at + STRIDE - 1 - t, head] @ k[key + t, kv]) for t in range(STRIDE))
+                        * scale
+                        / STRIDE
                         for key in range(0, at + 1, STRIDE)
                     ]
                     weights = torch.tensor(scores).double().softmax(0).tolist()
@@ -82,11 +84,15 @@ def test_the_kernel_reads_the_blocks_of_the_definition(isa: str) -> None:
     expected, wanted, most = by_hand(peaked(CASE), 0.6, BLOCK)
     assert (read, seen) == (wanted, most) and read < 0.9 * seen
     torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=1e-4)
-    torch.testing.assert_close(call(peaked(CASE), reference.attention, [(0, 0, LENGTH)]), found, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        call(peaked(CASE), reference.attention, [(0, 0, LENGTH)]), found, atol=2e-5, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize(("kv_heads", "group", "dim"), [(1, 1, 64), (2, 3, 64), (1, 8, 5), (1, 30, 40), (3, 2, 128)])
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "dim"), [(1, 1, 64), (2, 3, 64), (1, 8, 5), (1, 30, 40), (3, 2, 128)]
+)
 def test_kernel_and_spec_agree_over_chunks(kv_heads: int, group: int, dim: int, int8: bool) -> None:
     """Two sequences, one after a prefix; full blocks of a call are sparse, parts of blocks dense."""
     case = Case((300, 200), (128, 70), kv_heads, group, dim, 48, 16, int8=int8, seed=3)
@@ -114,10 +120,13 @@ def test_bits_depend_on_no_cut_at_blocks_and_no_thread(int8: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"sparse_from": LENGTH}, {"sparse_cover": 0.0}, {"window": 40}, {"chunk": 90}, {"slopes": True}]
+    "options",
+    [{"sparse_from": LENGTH}, {"sparse_cover": 0.0}, {"window": 40}, {"chunk": 90}, {"slopes": True}],
 )
 def test_other_calls_have_the_bits_of_dense_ones(options: dict[str, Any]) -> None:
-    case = replace(CASE, **{name: value for name, value in options.items() if name in ("window", "chunk", "slopes")})
+    case = replace(
+        CASE, **{name: value for name, value in options.items() if name in ("window", "chunk", "slopes")}
+    )
     given = {name: value for name, value in options.items() if name.startswith("sparse")}
     dense = peaked(case).call(attention, [(0, 0, LENGTH)])
     before = sparse_tiles()

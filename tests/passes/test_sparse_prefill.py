@@ -27,8 +27,16 @@ pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missin
 OPTIONS = {"cover": 0.7, "min_tokens": 64, "measure_tokens": 0}
 
 
+LENGTH = 640  # of the longest prompt: ten blocks
+LONG = {"max_position_embeddings": 1024}
+
+
+def plain(name: str = "llama") -> Graph:
+    return captured(name, **{"n_positions": 1024} if name == "gpt2" else LONG)
+
+
 def sparse(name: str = "llama", *, int8: bool = False, **options: object) -> Graph:
-    graph = captured(name)
+    graph = plain(name)
     apply(graph, "flash_attention")
     if int8:
         apply(graph, "kv_int8")
@@ -40,20 +48,22 @@ def sparse(name: str = "llama", *, int8: bool = False, **options: object) -> Gra
 def test_all_layers_change_and_lose_a_little(name: str) -> None:
     graph = sparse(name)
     verify(graph)
-    (ids,) = random_ids([250])
+    (ids,) = random_ids([LENGTH])
     before = sparse_tiles()
-    found, exact = dense(graph, ids, TARGET), dense(captured(name), ids)
+    found, exact = dense(graph, ids, TARGET), dense(plain(name), ids)
     read, seen = (after - first for after, first in zip(sparse_tiles(), before, strict=True))
-    assert 0 < read < seen
-    assert 0 < relative_error(found[128:], exact[128:]) < 0.5
-    assert relative_error(found[:64], exact[:64]) < 1e-4
-    assert relative_error(found, dense(graph, ids)) < 1e-4  # the reference reads the same blocks
+    assert 0 < read < 0.95 * seen
+    assert 1e-3 < relative_error(found[192:], exact[192:]) < 0.7
+    assert relative_error(found[:192], exact[:192]) < 1e-4  # three blocks: the first, its own, the one before
+    assert relative_error(found, dense(graph, ids)) < 1e-3  # the reference reads the same blocks
 
 
 def test_layers_with_a_window_stay() -> None:
     plan = checked(captured("gemma2"), "sparse_prefill", **OPTIONS)[1]
     assert len(plan.sites) == 1 and reasons(plan) == {"its window or chunks limit the keys already"}
-    assert reasons(checked(captured("bloom"), "sparse_prefill", **OPTIONS)[1]) == {"the estimate knows no ALiBi"}
+    assert reasons(checked(captured("bloom"), "sparse_prefill", **OPTIONS)[1]) == {
+        "the estimate knows no ALiBi"
+    }
     assert reasons(checked(sparse(), "sparse_prefill", **OPTIONS)[1]) == {"it is sparse already"}
     short = checked(captured("llama"), "sparse_prefill")[1]
     assert reasons(short) == {"min_tokens is not below the context of 256"}
@@ -66,32 +76,34 @@ def test_gpus_have_no_kernel() -> None:
 
 
 def test_the_report_has_density_and_predicted_gain() -> None:
-    graph = captured("llama")
+    graph = plain()
     optimization, plan = checked(graph, "sparse_prefill", cover=0.7, min_tokens=64, measure_tokens=32)
-    assert "density" not in optimization.apply(graph.clone(), plan, CONTEXT).stats  # too short to be sparse
-    long = PassContext(TARGET, lambda config: [(random_ids([config.length])[0]).tolist()])
-    optimization, plan = checked(graph, "sparse_prefill", cover=0.7, min_tokens=64, measure_tokens=250)
+    assert "density" not in optimization.apply(graph, plan, CONTEXT).stats  # too short to be sparse
+    long = PassContext(TARGET, lambda config: [random_ids([config.length])[0].tolist()])
+    graph = plain()
+    optimization, plan = checked(graph, "sparse_prefill", cover=0.7, min_tokens=64, measure_tokens=LENGTH)
     stats = optimization.apply(graph, plan, long).stats
-    assert 0.1 < stats["density"] < 1.0 and stats["density_tokens"] == 250
+    assert 0.3 < stats["density"] < 0.95 and stats["density_tokens"] == LENGTH
+    assert stats["predicted_gain_1024"] >= 1.0 and "predicted_gain_4096" not in stats
     assert graph.annotations[SPARSE_DENSITY] == pytest.approx(stats["density"], abs=1e-4)
 
 
 def test_predictions_know_the_density() -> None:
-    graph, plain = sparse(), captured("llama")
+    graph, whole_graph = sparse(), plain()
     point = Point(4096, 1, 4096)
     graph.annotations[SPARSE_DENSITY] = 0.3
-    whole, part = (predict_seconds(each, point, TARGET) for each in (plain, graph))
+    whole, part = (predict_seconds(each, point, TARGET) for each in (whole_graph, graph))
     graph.annotations[SPARSE_DENSITY] = 1.0
     assert part < 0.8 * whole and predict_seconds(graph, point, TARGET) == pytest.approx(whole)
     decode = Point(1, 1, 4096)
     graph.annotations[SPARSE_DENSITY] = 0.3
-    assert predict_seconds(graph, decode, TARGET) == pytest.approx(predict_seconds(plain, decode, TARGET))
+    assert predict_seconds(graph, decode, TARGET) == pytest.approx(predict_seconds(whole_graph, decode, TARGET))
 
 
 def test_the_choice_survives_the_file() -> None:
     graph = sparse()
-    again = graph_from_json(graph_to_json(graph), {name: w.value for name, w in graph.weights.items()})
-    (ids,) = random_ids([200])
+    again = graph_from_json(graph_to_json(graph), lambda name, origin, dtype: graph.weights[name].value)
+    (ids,) = random_ids([LENGTH])
     assert relative_error(dense(again, ids, TARGET), dense(graph, ids, TARGET)) == 0
 
 
@@ -99,10 +111,10 @@ def answers(model: object, prompts: list[list[int]], **limits: int) -> list[list
     config = SchedulerConfig(
         **{
             "max_num_seqs": 4,
-            "max_num_batched_tokens": 512,
-            "max_model_len": 256,
+            "max_num_batched_tokens": 1024,
+            "max_model_len": 1024,
             "block_size": 16,
-            "num_blocks": 64,
+            "num_blocks": 128,
         }
         | limits
     )
@@ -115,9 +127,10 @@ def answers(model: object, prompts: list[list[int]], **limits: int) -> list[list
 def test_chunks_at_blocks_and_cached_prefixes_change_no_answer(int8: bool) -> None:
     """The prefix cache gives whole blocks; where a hit ends at a multiple of 64 the rest is computed as before."""
     model = lower(sparse(int8=int8), TARGET)
-    first, other = (ids.tolist() for ids in random_ids([230, 100]))
-    prompts = [first, [*first[:192], *other[:40]]]
+    first, other = (ids.tolist() for ids in random_ids([LENGTH - 10, 100]))
+    prompts = [first, [*first[:512], *other[:90]]]
     alone = [answers(model, [prompt])[0] for prompt in prompts]
     assert answers(model, prompts, max_num_batched_tokens=64) == alone
     assert answers(model, prompts) == alone
-    assert alone != [answers(lower(captured("llama"), TARGET), [prompt])[0] for prompt in prompts] or not int8
+    dense_model = lower(sparse(int8=int8, min_tokens=1000), TARGET)
+    assert alone != [answers(dense_model, [prompt])[0] for prompt in prompts]

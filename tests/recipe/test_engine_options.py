@@ -49,7 +49,7 @@ def stated(path: Path) -> set[tuple[str, str]]:
     return found
 
 
-# Values that come out of an option, and facts of a model or a runner under the same name.
+# Values that come out of an option, facts of a model or a runner, and choices of a request under the same name.
 EFFECTIVE = {
     ("SchedulerConfig", "max_model_len"),
     ("EngineInfo", "gpu_memory_utilization"),
@@ -59,6 +59,9 @@ EFFECTIVE = {
     ("_Meta", "max_model_len"),
     ("EngineReport", "block_size"),
     ("BlockStored", "block_size"),
+    ("EngineRequest", "specprefill"),
+    ("GenerationRequest", "specprefill"),
+    ("GenerationRequest", "specprefill_keep_pct"),
 }
 
 

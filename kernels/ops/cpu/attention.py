@@ -228,7 +228,8 @@ def emit_attention(
         tokens=Size(q.rows), sequences=Size(SEQUENCES), table_width=Size(TABLE_WIDTH), block_size=Size(BLOCK_SIZE),
         q_token=q.row_stride, q_head=dim, k_token=k.row_stride, k_head=dim, v_token=v.row_stride, v_head=v_dim,
         heads=heads, kv_heads=kv_heads, dim=dim, v_dim=v_dim, window=window, chunk=chunk, scale=float(scale),
-        softcap=float(softcap), sparse_cover=float(sparse_cover), sparse_from=sparse_from, int8_cache=k_cache.dtype is torch.int8,
+        softcap=float(softcap), sparse_cover=float(sparse_cover), sparse_from=sparse_from,
+        int8_cache=k_cache.dtype is torch.int8,
     )  # fmt: skip
     return (out,)
 

@@ -302,6 +302,13 @@ def with_values(options: Mapping[str, Any]) -> bool:
 
 
 KERNELS = tuple(
-    Kernel(name, "triton", function, supports, handles=with_values, needs="a pool of V, so no latent KV; dense prefill")
+    Kernel(
+        name,
+        "triton",
+        function,
+        supports,
+        handles=with_values,
+        needs="a pool of V, so no latent KV; dense prefill",
+    )
     for name, function in (("attention", attention), ("paged_attention", paged_attention))
 )

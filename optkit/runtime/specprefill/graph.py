@@ -25,7 +25,7 @@ LEAST_LAYERS = 2
 
 @dataclass(frozen=True)
 class ScoredLayer:
-    """The columns of a layer in the output of a scoring graph: queries [heads, head_dim], then keys [kv_heads, head_dim].
+    """The columns of a layer in a scoring graph's output: queries [heads, head_dim], then keys [kv_heads, head_dim].
 
     Attributes:
         scores: the layer's scale and soft cap.
@@ -122,5 +122,3 @@ def default_layers(num_layers: int) -> int:
 def num_attention_layers(graph: Graph) -> int:
     """The attention calls of ``graph``."""
     return sum(1 for _ in graph.calls(*ATTENTION))
-
-

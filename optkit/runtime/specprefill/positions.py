@@ -34,7 +34,9 @@ class Positions:
             ValueError: ``kept`` is empty, does not ascend, or is outside of the prompt.
         """
         array = np.array(kept, dtype=np.int64)
-        ascending = len(array) > 0 and array[0] >= 0 and array[-1] < len(prompt) and (np.diff(array) > 0).all()
+        ascending = (
+            len(array) > 0 and array[0] >= 0 and array[-1] < len(prompt) and (np.diff(array) > 0).all()
+        )
         if not ascending:
             raise ValueError(f"kept positions must ascend within the prompt of {len(prompt)} tokens")
         rest = set(prompt) - {prompt[at] for at in array.tolist()}

@@ -6,7 +6,7 @@ shorter prompt, whose tokens know their positions: the scheduler, preemption and
 preempted request computes the same tokens again.
 
 SpecPrefill is a way to be faster, so a prompt that gains nothing is computed whole: a short one, one with cached KV,
-one whose logprobs are wanted, one for a model or a device that can't leave tokens out, and one that could not be scored.
+one whose logprobs are wanted, one for a model or a device that can't leave tokens out, one that could not be scored.
 """
 
 from __future__ import annotations
@@ -131,7 +131,10 @@ class ScoringQueue:
         return None if found is None else self._drop(found, FinishReason.ABORT)
 
     def step(
-        self, scheduler: Scheduler, departed: Callable[[], AbstractSet[str]], turn: AbstractContextManager[Any]
+        self,
+        scheduler: Scheduler,
+        departed: Callable[[], AbstractSet[str]],
+        turn: AbstractContextManager[Any],
     ) -> list[TokenOutput]:
         """Score a part of the first prompt, and hand it to ``scheduler`` when that is complete.
 
@@ -221,7 +224,9 @@ class ScoringQueue:
             UserError: tokens of a prompt can't be left out with this model.
         """
         if self._make_scorer is None:
-            raise UserError("this engine can't leave tokens of a prompt out", where="--specprefill", fix=ONLY_ON)
+            raise UserError(
+                "this engine can't leave tokens of a prompt out", where="--specprefill", fix=ONLY_ON
+            )
         self._scorer = self._make_scorer()
 
     def scorer(self) -> PromptScorer:
@@ -243,7 +248,10 @@ class ScoringQueue:
         self, waiting: Waiting, reason: FinishReason, error: str | None = None, later: float | None = None
     ) -> TokenOutput:
         self._remove(waiting)
-        name, first = waiting.received.request_id, waiting.times.first_token(waiting.received.arrival, self.clock())
+        name, first = (
+            waiting.received.request_id,
+            waiting.times.first_token(waiting.received.arrival, self.clock()),
+        )
         return TokenOutput(
             request_id=name, token_ids=(), finish_reason=reason, error=error, retry_after=later, first=first
         )

@@ -55,7 +55,12 @@ class PromptScorer:
     def __init__(
         self, model: ServableModel, layers: Sequence[ScoredLayer], block_size: int, max_tokens: int
     ) -> None:
-        self.model, self.layers, self.block_size, self.max_tokens = model, tuple(layers), block_size, max_tokens
+        self.model, self.layers, self.block_size, self.max_tokens = (
+            model,
+            tuple(layers),
+            block_size,
+            max_tokens,
+        )
         self._runner: ModelRunner | None = None
         self._last: tuple[list[int], int, Positions] | None = None  # prompt, count, result
 
@@ -78,7 +83,9 @@ class PromptScorer:
         part.num_computed += num_new
         if part.num_pending:
             return None
-        positions = Positions.of(kept_positions(importance(self._attention(scoring)), scoring.count), part.token_ids)
+        positions = Positions.of(
+            kept_positions(importance(self._attention(scoring)), scoring.count), part.token_ids
+        )
         self._last = part.token_ids, scoring.count, positions
         return positions
 

@@ -49,7 +49,9 @@ def test_scored_attention_is_that_of_transformers(name: str) -> None:
 
 def test_an_int8_model_scores_nearly_as_its_float_model() -> None:
     (ids,) = random_ids([QUERIES + 30])
-    for (q, k), (fq, fk) in zip(columns(int8_graph(), 2, ids), columns(captured("llama"), 2, ids), strict=True):
+    for (q, k), (fq, fk) in zip(
+        columns(int8_graph(), 2, ids), columns(captured("llama"), 2, ids), strict=True
+    ):
         for found, expected in ((q, fq), (k, fk)):
             assert torch.nn.functional.cosine_similarity(found.flatten(), expected.flatten(), dim=0) > 0.999
 
@@ -70,7 +72,8 @@ def test_the_scoring_graph_takes_the_packed_weights_of_the_model() -> None:
     first = lower(graph.clone(), TARGET, shared=shared)
     second = lower(scoring_graph(graph, 2)[0], TARGET, shared=shared)
     addresses = [
-        {t.data_ptr() for v in model.variants for t in v.tensors() if t.numel() > 256} for model in (first, second)
+        {t.data_ptr() for v in model.variants for t in v.tensors() if t.numel() > 256}
+        for model in (first, second)
     ]
     assert addresses[1] and addresses[1] <= addresses[0]
 

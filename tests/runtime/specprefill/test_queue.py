@@ -34,7 +34,13 @@ from tests.support.tiny_runtime import int8_graph
 ANSWER = 12
 LENGTHS = (240, 190, 230)
 PROMPTS = [ids.tolist() for ids in random_ids(LENGTHS)]
-LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 512, "max_model_len": 256, "block_size": 8, "num_blocks": 128}
+LIMITS = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 512,
+    "max_model_len": 256,
+    "block_size": 8,
+    "num_blocks": 128,
+}
 SPARSE = SpecPrefill(enabled=True, keep_pct=0.6)
 GREEDY = SamplingParams(max_tokens=ANSWER, temperature=0.0, logprobs=0)
 
@@ -91,7 +97,10 @@ def of_transformers(model: Any, prompt: Sequence[int], kept: Sequence[int]) -> t
     ids, positions, answer, scores = [prompt[at] for at in kept], list(kept), list[int](), list[float]()
     for step in range(ANSWER):
         with torch.no_grad():
-            places, seen = torch.tensor([positions]), torch.ones(1, len(ids))  # else gaps are borders of texts
+            places, seen = (
+                torch.tensor([positions]),
+                torch.ones(1, len(ids)),
+            )  # else gaps are borders of texts
             logits = model(torch.tensor([ids]), attention_mask=seen, position_ids=places).logits[0, -1]
         best = int(logits.argmax())
         answer.append(best)
@@ -126,7 +135,9 @@ def test_answers_differ_from_those_to_the_whole_prompts() -> None:
     assert list(alone()) != whole
 
 
-@pytest.mark.parametrize("limits", [{"max_num_batched_tokens": 33}, {"max_num_seqs": 2}, {"prefill_target_tokens": 16}])
+@pytest.mark.parametrize(
+    "limits", [{"max_num_batched_tokens": 33}, {"max_num_seqs": 2}, {"prefill_target_tokens": 16}]
+)
 def test_answers_depend_on_no_chunk_and_no_neighbour(limits: dict[str, int]) -> None:
     asked = [request(str(n), prompt) for n, prompt in enumerate(PROMPTS)]
     asked += [request(f"whole {n}", prompt, specprefill=None) for n, prompt in enumerate(PROMPTS)]
@@ -173,7 +184,11 @@ def test_a_prompt_with_cached_kv_is_computed_whole() -> None:
     (whole,) = run(made, request("whole", prompt, specprefill=None))
     (again,) = run(made, request("again", prompt))
     assert tokens(again) == tokens(whole)
-    assert again[0].first is not None and again[0].first.kept_tokens is None and again[0].first.cached_tokens > 200
+    assert (
+        again[0].first is not None
+        and again[0].first.kept_tokens is None
+        and again[0].first.cached_tokens > 200
+    )
 
 
 @pytest.mark.parametrize(
@@ -293,7 +308,9 @@ def test_a_request_that_can_never_be_served_is_refused_at_once() -> None:
 
 def test_decodes_go_on_between_the_parts_of_a_prompt() -> None:
     made = engine(max_num_batched_tokens=512, prefill_target_tokens=16)
-    made.add_request(request("short", PROMPTS[0][:9], sampling=msgspec.structs.replace(GREEDY, max_tokens=100)))
+    made.add_request(
+        request("short", PROMPTS[0][:9], sampling=msgspec.structs.replace(GREEDY, max_tokens=100))
+    )
     made.step()
     made.add_request(request("long", PROMPTS[0]))
     seen = []

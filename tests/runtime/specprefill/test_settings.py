@@ -12,7 +12,11 @@ from optkit.runtime.types import EngineRequest, SamplingParams
 def test_a_request_keeps_the_choice_on_the_pipe() -> None:
     choice = SpecPrefill(enabled=True, keep_pct=0.25)
     sent = EngineRequest(
-        request_id="a", prompt_ids=(1,), sampling=SamplingParams(max_tokens=1), arrival=0.0, specprefill=choice
+        request_id="a",
+        prompt_ids=(1,),
+        sampling=SamplingParams(max_tokens=1),
+        arrival=0.0,
+        specprefill=choice,
     )
     received = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=EngineRequest)
     assert received == sent and received.specprefill == choice

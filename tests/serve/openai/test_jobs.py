@@ -73,7 +73,9 @@ def test_sampling_fields_reach_the_engine() -> None:
         ({"specprefill": True, "specprefill_keep_pct": 1}, SpecPrefill(enabled=True, keep_pct=1.0)),
     ],
 )
-def test_the_choice_on_specprefill_reaches_the_engine(fields: dict[str, Any], wanted: SpecPrefill | None) -> None:
+def test_the_choice_on_specprefill_reaches_the_engine(
+    fields: dict[str, Any], wanted: SpecPrefill | None
+) -> None:
     engine = FakeEngine()
     post(tiny_app(engine), CHAT, {**HELLO, **fields})
     post(tiny_app(engine), COMPLETIONS, {"prompt": "Hello", **fields})
@@ -82,7 +84,12 @@ def test_the_choice_on_specprefill_reaches_the_engine(fields: dict[str, Any], wa
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("specprefill", "yes"), ("specprefill_keep_pct", 0), ("specprefill_keep_pct", 25), ("specprefill_keep_pct", "a")],
+    [
+        ("specprefill", "yes"),
+        ("specprefill_keep_pct", 0),
+        ("specprefill_keep_pct", 25),
+        ("specprefill_keep_pct", "a"),
+    ],
 )
 def test_wrong_choices_on_specprefill_are_named(name: str, value: object) -> None:
     answer = post(tiny_app(FakeEngine()), CHAT, {**HELLO, name: value})
