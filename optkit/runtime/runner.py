@@ -206,7 +206,7 @@ def decode_inputs(
 
 
 def token_positions(batch: Batch, places: np.ndarray) -> np.ndarray:
-    """The position of each new token, [T] int64: its place in the sequence, but behind gaps in a prompt."""
+    """The position of each new token, [T] int64: the place in the sequence, and behind gaps in a prompt more."""
     if all(item.request.positions is None for item in batch.items):
         return places
     found, start = places.copy(), 0

@@ -159,7 +159,7 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
         chunk_wait: between prefill steps, while other requests were served or after a preemption.
         num_chunks: prefill steps.
         cached_tokens: prompt tokens with cached KV.
-        kept_tokens: prompt tokens that SpecPrefill computed, of all; None for a prompt computed whole.
+        kept_tokens: prompt tokens computed under SpecPrefill; None for a prompt computed whole.
     """
 
     before_queue: float
@@ -230,7 +230,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     ``kv_blocks_fetched`` came from other engines; cached blocks of ``kv_bytes_fetched`` took
     ``kv_fetch_microseconds``, ``kv_blocks_rejected`` had wrong bytes,
     ``kv_blocks_sent`` went to other engines, and ``kv_fetch_failures`` fetches ended early or brought nothing.
-    ``specprefill_tokens`` are of prompts that were scored, and ``specprefill_kept_tokens`` of them were computed.
+    ``specprefill_tokens`` are prompt tokens with scores, ``specprefill_kept_tokens`` the computed tokens among the scored.
     """
 
     num_running: int = 0
@@ -389,7 +389,7 @@ class Request:
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """False where cached KV would not do: it comes without logits, and is of other positions."""
+        """False where cached KV would not do, which is without logits and of other positions."""
         return self.positions is None and self.received.reads_prefix_cache
 
     @property

@@ -1,7 +1,7 @@
-"""The scoring graph: the first layers of a model, whose output is what their attention compares.
+"""The scoring graph: the first layers of a model, with the queries and keys of attention as output.
 
 The output is [T, columns] float32: for each scored layer the rotated queries and keys of the new tokens, side by side.
-The last of the layers ends with its queries and keys, so its attention, its MLP and everything behind are not computed.
+The last layer ends with queries and keys, so attention and MLP of the layer and everything behind are not computed.
 """
 
 from __future__ import annotations

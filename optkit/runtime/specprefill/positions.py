@@ -14,11 +14,11 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class Positions:
-    """The positions of the kept tokens of a prompt, and of the tokens behind the prompt.
+    """The positions of a prompt's kept tokens, and of the tokens behind the prompt.
 
     Attributes:
         kept: positions of the prompt tokens with a slot, ascending, [slots] int64.
-        num_prompt: tokens of the whole prompt, the position of the first token behind it.
+        num_prompt: tokens of the whole prompt, and so the position of the next token.
         left_out: distinct tokens of the prompt without a slot; penalties count them as seen.
     """
 

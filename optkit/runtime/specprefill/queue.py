@@ -1,12 +1,12 @@
 """The queue of requests whose prompts are scored, in front of the scheduler's queues.
 
 Requests wait first come, first served. A step scores a part of the first prompt, in turn with the steps of the model,
-and a decode waits no longer for such a step than for a part of a prompt. A scored prompt goes to the scheduler as a
-shorter prompt, whose tokens know their positions: the scheduler, preemption and sampling need nothing else, and a
+and a decode waits no longer for a part of a scoring than for a part of a prompt. A scored prompt goes to the scheduler
+as a shorter prompt, whose tokens know their positions: the scheduler, preemption and sampling need nothing else, and a
 preempted request computes the same tokens again.
 
-SpecPrefill is a way to be faster, so a prompt that gains nothing is computed whole: a short one, one with cached KV,
-one whose logprobs are wanted, one for a model or a device that can't leave tokens out, one that could not be scored.
+SpecPrefill is a way to be faster, so a prompt without a gain is computed whole: a short prompt, a prompt with cached KV
+or with logprobs, every prompt of a model or a device whose tokens can't be left out, and a prompt whose scoring failed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ONLY_ON = "prompts are scored on CPUs, by an engine of one rank"
 
 @dataclass(frozen=True)
 class SpecPrefillOptions:
-    """The choice for requests without one, by the names of ``EngineOptions``.
+    """The choice for requests without a choice, by the names of ``EngineOptions``.
 
     Attributes:
         threshold: the fewest prompt tokens without cached KV of a prompt to score.
@@ -77,12 +77,12 @@ class ScoringQueue:
 
     Args:
         make_scorer: makes the scorer at the first use; raises UserError for a model whose tokens can't be left out.
-            None where no prompt is scored.
+            None: no prompt is scored.
         options: for requests without a choice.
         clock: seconds, of the same clock as ``EngineRequest.arrival``.
 
     Attributes:
-        num_scored, num_kept: tokens of the prompts that were scored, and those of them that were kept.
+        num_scored, num_kept: tokens of scored prompts, and the kept tokens among the scored.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class ScoringQueue:
         return {"num_waiting": num_waiting + len(self._queue), **scored}
 
     def takes(self, request: EngineRequest, matcher: Matcher | None, scheduler: Scheduler) -> bool:
-        """Queue ``request``, if it is to be scored; False for a request to compute whole.
+        """Queue a request for scoring; False for a request to compute whole.
 
         Raises:
             EngineRefusal: the request can never be served.
@@ -126,7 +126,7 @@ class ScoringQueue:
         return True
 
     def abort(self, request_id: str) -> TokenOutput | None:
-        """Drop a request; None for a request that is not here."""
+        """Drop a request; None for an unknown request."""
         found = next((w for w in self._queue if w.received.request_id == request_id), None)
         return None if found is None else self._drop(found, FinishReason.ABORT)
 
@@ -136,7 +136,7 @@ class ScoringQueue:
         departed: Callable[[], AbstractSet[str]],
         turn: AbstractContextManager[Any],
     ) -> list[TokenOutput]:
-        """Score a part of the first prompt, and hand it to ``scheduler`` when that is complete.
+        """Score a part of the first prompt; a scored prompt goes to ``scheduler``.
 
         Args:
             departed: ids of requests without a client; called between parts of the model.
@@ -182,7 +182,7 @@ class ScoringQueue:
         positions: Positions | None = None,
         times: PrefillTimes | None = None,
     ) -> list[TokenOutput]:
-        """Queue the first request in ``scheduler``; its end where that refuses."""
+        """Queue the first request in ``scheduler``; the end of the request after a refusal."""
         with turn:
             first = self._queue[0]
             try:
@@ -263,7 +263,7 @@ class ScoringQueue:
 
 
 def sparse_request(received: EngineRequest, positions: Positions, max_model_len: int) -> EngineRequest:
-    """The request for the scheduler: the kept tokens of the prompt, and the answer so far behind them.
+    """The request for the scheduler: the kept tokens of the prompt, and then the answer so far.
 
     ``max_tokens`` ends the answer where the context ends, which counts the tokens left out.
     """

@@ -1,7 +1,7 @@
 """The scorer: the first layers of a model on a whole prompt, in steps, and the tokens of the prompt to keep.
 
-One prompt is scored at a time, in a KV pool of its own that has the first layers alone. Scores do not depend on the
-cut of the prompt into steps, as far as the model's kernels do not.
+Prompts are scored in turn, in a KV pool of the first layers alone. Scores do not depend on the cut of the prompt into
+steps, as far as the model's kernels do not.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from optkit.runtime.types import Batch, EngineRequest, Request, SamplingParams, 
 
 @dataclass(eq=False)
 class Scoring:
-    """A prompt that is being scored.
+    """A prompt on the way to scores.
 
     Attributes:
         count: tokens to keep.
-        part: the prompt as the scorer's runner sees it.
+        part: the prompt as a request of the scorer's runner.
         queries: [up to QUERIES, columns] float32 of each layer, of the last tokens so far.
         keys: [n, columns] float32 of each layer, for each step so far.
     """
@@ -48,7 +48,7 @@ class PromptScorer:
 
     Args:
         model: a lowered ``scoring_graph``.
-        layers: the columns of its output.
+        layers: the columns of the output.
         max_tokens: of a step.
     """
 
@@ -72,7 +72,7 @@ class PromptScorer:
     def advance(self, scoring: Scoring, limit: int) -> Positions | None:
         """Run the first layers on up to ``limit`` tokens; the positions to keep, with the last of the tokens.
 
-        The prompt that was scored last is known, as the choices of a request are of one prompt.
+        The result of the last prompt is remembered for the next choices of a request.
         """
         part = scoring.part
         if self._last is not None and self._last[:2] == (part.token_ids, scoring.count):

@@ -1,9 +1,9 @@
 """The tokens of a prompt to keep: attention of the last queries, smoothed, summed over chunks of adjacent tokens.
 
-The rule follows SpecPrefill (arXiv 2502.02789): the attention that the last queries pay to each token, pooled over
-neighbours, the largest over heads and layers; whole chunks are kept, because a token without its neighbours says
-little. Where the paper asks a draft model, the queries here are those of the model's own first layers, as in GemFilter
-(arXiv 2409.17422).
+The rule follows SpecPrefill (arXiv 2502.02789): the attention of the last queries to each token, pooled over
+neighbours, the largest over heads and layers; whole chunks are kept, because a token without neighbours says little.
+The paper asks a draft model. Here the queries come from the model's own first layers, as in GemFilter (arXiv
+2409.17422).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Scores:
 
 
 def attention_to(queries: Tensor, keys: Tensor, scores: Scores) -> Tensor:
-    """The attention that the last queries of a prompt pay to each token in a layer, [T] float32.
+    """The attention of the last queries of a prompt to each token in a layer, [T] float32.
 
-    It is the largest over the heads, of the mean over the queries.
+    The mean over the queries, and of the means the largest over the heads.
 
     Args:
         queries: [W, H, D] float32, of the last W tokens.
@@ -62,7 +62,7 @@ def importance(attention: Iterable[Tensor]) -> Tensor:
 def kept_positions(importance: Tensor, count: int) -> list[int]:
     """About ``count`` positions to keep, ascending: whole chunks, the most important first.
 
-    The first ``FIRST_CHUNKS`` chunks and those of the last ``QUERIES`` tokens are kept always, also beyond ``count``.
+    The first ``FIRST_CHUNKS`` chunks and the chunks of the last ``QUERIES`` tokens are kept also beyond ``count``.
     """
     tokens = len(importance)
     chunks = -(-tokens // CHUNK)
