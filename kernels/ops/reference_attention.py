@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,7 +117,7 @@ def attention(
     if q.device.type != "meta":
         write_kv(k, v, k_cache, v_cache, slot_mapping)
     batch = query_start, seq_lens, block_tables
-    scores = sinks, slopes, scale, window, softcap, chunk, sparse_cover, sparse_from
+    scores: tuple[Any, ...] = (sinks, slopes, scale, window, softcap, chunk, sparse_cover, sparse_from)
     return paged_attention(q, k, v, k_cache, v_cache, *batch, *scores)
 
 

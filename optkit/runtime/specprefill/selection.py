@@ -1,7 +1,7 @@
 """The tokens of a prompt to keep: attention of the last queries, smoothed, summed over chunks of adjacent tokens.
 
 The rule follows SpecPrefill (arXiv 2502.02789): the attention of the last queries to each token, pooled over
-neighbours, the largest over heads and layers; whole chunks are kept, because a token without neighbours says little.
+neighbours, the largest over queries, heads and layers; whole chunks are kept, because a token without neighbours says little.
 The paper asks a draft model. Here the queries come from the model's own first layers, as in GemFilter (arXiv
 2409.17422).
 """
@@ -33,7 +33,7 @@ class Scores:
 def attention_to(queries: Tensor, keys: Tensor, scores: Scores) -> Tensor:
     """The attention of the last queries of a prompt to each token in a layer, [T] float32.
 
-    The mean over the queries, and of the means the largest over the heads.
+    The largest over queries and heads: a single query of a question may be the one that looks for the answer.
 
     Args:
         queries: [W, H, D] float32, of the last W tokens.
@@ -48,8 +48,8 @@ def attention_to(queries: Tensor, keys: Tensor, scores: Scores) -> Tensor:
         weights = torch.einsum("whd,td->hwt", group, keys[:, head]) * scores.scale
         if scores.softcap:
             weights = scores.softcap * torch.tanh(weights / scores.softcap)
-        paid = weights.masked_fill(hidden, -math.inf).softmax(-1).mean(1)
-        found = torch.maximum(found, paid.amax(0))
+        paid = weights.masked_fill(hidden, -math.inf).softmax(-1)
+        found = torch.maximum(found, paid.amax((0, 1)))
     return found
 
 

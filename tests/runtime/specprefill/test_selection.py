@@ -27,13 +27,13 @@ def test_attention_is_that_of_the_definition(softcap: float) -> None:
     found = attention_to(queries, keys, Scores(0.3, softcap))
     expected = torch.zeros(20, dtype=torch.float64)
     for head in range(6):
-        paid = torch.zeros(20, dtype=torch.float64)
         for row in range(5):
+            paid = torch.zeros(20, dtype=torch.float64)
             seen = 20 - 5 + row + 1
             scores = 0.3 * (keys[:seen, head // 3].double() @ queries[row, head].double())
             scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-            paid[:seen] += torch.exp(scores) / torch.exp(scores).sum() / 5
-        expected = torch.maximum(expected, paid)
+            paid[:seen] = torch.exp(scores) / torch.exp(scores).sum()
+            expected = torch.maximum(expected, paid)
     torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)
 
 
