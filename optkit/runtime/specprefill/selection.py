@@ -18,8 +18,8 @@ from torch.nn import functional
 
 QUERIES = 64  # last tokens of the prompt whose attention counts; they are kept, too
 POOL = 13  # tokens of the moving average
-CHUNK = 32  # tokens that are kept or left out together
-FIRST_CHUNKS = 1  # kept always: attention of every layer goes to the first tokens (arXiv 2309.17453)
+CHUNK = 16  # tokens that are kept or left out together
+FIRST_CHUNKS = 2  # kept always: attention of every layer goes to the first tokens (arXiv 2309.17453)
 
 
 @dataclass(frozen=True)
@@ -60,18 +60,16 @@ def importance(attention: Iterable[Tensor]) -> Tensor:
 
 
 def kept_positions(importance: Tensor, count: int) -> list[int]:
-    """About ``count`` positions to keep, ascending: whole chunks, the most important first.
+    """About ``count`` positions to keep, ascending: whole chunks, by the most important token of each.
 
     The first ``FIRST_CHUNKS`` chunks and the chunks of the last ``QUERIES`` tokens are kept also beyond ``count``.
     """
     tokens = len(importance)
     chunks = -(-tokens // CHUNK)
-    padded = functional.pad(importance, (0, chunks * CHUNK - tokens))
-    sizes = torch.full((chunks,), float(CHUNK))
-    sizes[-1] = tokens - (chunks - 1) * CHUNK
-    means = padded.view(chunks, CHUNK).sum(1) / sizes
-    means[:FIRST_CHUNKS] = means[max(0, tokens - QUERIES) // CHUNK :] = math.inf
-    forced = int(torch.isinf(means).sum())
-    order = means.sort(descending=True, stable=True).indices
+    padded = functional.pad(importance, (0, chunks * CHUNK - tokens), value=-math.inf)
+    largest = padded.view(chunks, CHUNK).amax(1)
+    largest[:FIRST_CHUNKS] = largest[max(0, tokens - QUERIES) // CHUNK :] = math.inf
+    forced = int(torch.isinf(largest).sum())
+    order = largest.sort(descending=True, stable=True).indices
     chosen = sorted(order[: max(forced, round(count / CHUNK))].tolist())
     return [at for chunk in chosen for at in range(chunk * CHUNK, min(tokens, (chunk + 1) * CHUNK))]

@@ -60,14 +60,27 @@ def test_kept_tokens_are_whole_chunks_with_the_first_and_the_last(tokens: int, s
     assert len(chunks) == max(forced, round(int(share * tokens) / CHUNK))
 
 
-def test_the_most_important_chunks_are_kept() -> None:
+def chunks_of(scores: torch.Tensor, count: int) -> list[int]:
+    return sorted({at // CHUNK for at in kept_positions(scores, count * CHUNK)})
+
+
+FORCED = [*range(FIRST_CHUNKS), *range((640 - QUERIES) // CHUNK, 640 // CHUNK)]
+
+
+def test_the_chunks_of_the_most_important_tokens_are_kept() -> None:
     scores = torch.full((640,), 0.1)
     scores[5 * CHUNK + 3] = 9.0
-    scores[9 * CHUNK : 10 * CHUNK] = 0.2
-    chunks = {at // CHUNK for at in kept_positions(scores, 5 * CHUNK)}
-    assert chunks == {0, 5, 9, 18, 19}
+    scores[9 * CHUNK] = 0.3
+    scores[12 * CHUNK : 13 * CHUNK] = 0.2
+    assert chunks_of(scores, len(FORCED) + 2) == sorted([*FORCED, 5, 9])
+    assert chunks_of(scores, len(FORCED) + 3) == sorted([*FORCED, 5, 9, 12])
+
+
+def test_a_peak_at_the_border_keeps_the_chunks_of_both_sides() -> None:
+    scores = torch.zeros(640)
+    scores[10 * CHUNK - 1] = 1.0
+    assert chunks_of(importance([scores]), len(FORCED) + 2) == sorted([*FORCED, 9, 10])
 
 
 def test_equal_scores_keep_the_first_chunks() -> None:
-    chunks = {at // CHUNK for at in kept_positions(torch.zeros(640), 5 * CHUNK)}
-    assert chunks == {0, 1, 2, 18, 19}
+    assert chunks_of(torch.zeros(640), len(FORCED) + 1) == sorted([*FORCED, FIRST_CHUNKS])
