@@ -5,8 +5,8 @@
 
 The pass ``sparse_prefill`` is applied to the artifact's graph in memory; both models share the packed weights. TTFT:
 two engines without prefix cache, the same prompts of the evaluation text in turn. The ratio is the median over rounds;
-CPU time is the second witness. KL: of the distribution behind the last token, and the mean over the last 64 positions, over
-``--prompts`` prompts. Exit code 1: a bound is missed.
+CPU time is the second witness. KL: of the distribution behind the last token, and the mean over the last 64 positions,
+over ``--prompts`` prompts. Exit code 1: a bound is missed.
 """
 
 from __future__ import annotations

@@ -230,7 +230,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     ``kv_blocks_fetched`` came from other engines; cached blocks of ``kv_bytes_fetched`` took
     ``kv_fetch_microseconds``, ``kv_blocks_rejected`` had wrong bytes,
     ``kv_blocks_sent`` went to other engines, and ``kv_fetch_failures`` fetches ended early or brought nothing.
-    ``specprefill_tokens`` are prompt tokens with scores, ``specprefill_kept_tokens`` the computed tokens among the scored.
+    ``specprefill_tokens`` are prompt tokens with scores, ``specprefill_kept_tokens`` the computed ones.
     """
 
     num_running: int = 0

@@ -1,8 +1,8 @@
 """The tokens of a prompt to keep: attention of the last queries, smoothed, summed over chunks of adjacent tokens.
 
 The rule follows SpecPrefill (arXiv 2502.02789): the attention of the last queries to each token, pooled over
-neighbours, the largest over queries, heads and layers; whole chunks are kept, because a token without neighbours says little.
-The paper asks a draft model. Here the queries come from the model's own first layers, as in GemFilter (arXiv
+neighbours, the largest over queries, heads and layers; whole chunks are kept, because a token without neighbours says
+little. The paper asks a draft model. Here the queries come from the model's own first layers, as in GemFilter (arXiv
 2409.17422).
 """
 
