@@ -5,9 +5,9 @@
     python -m bench.long spec_prefill artifact/ --layers 4 --needles 10
 
 TTFT: one engine, prompts of the evaluation text, the same prompt whole and with ``--keep`` of its tokens in turn,
-without prefix cache. The ratio is the median over rounds; CPU time is the second witness. Needles: a number is somewhere
-in a long text, a question on it at the end; the log-probability of the whole answer, with the whole prompt, the kept
-tokens, and as many of the last tokens (``tail``), which need no model. Exit code 1: a bound is missed.
+without prefix cache. The ratio is the median over rounds; CPU time is the second witness. Needles: a number is
+somewhere in a long text, a question on it at the end; the log-probability of the whole answer, with the whole prompt,
+the kept tokens, and as many of the last tokens (``tail``), which need no model. Exit code 1: a bound is missed.
 """
 
 from __future__ import annotations

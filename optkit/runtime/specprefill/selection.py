@@ -1,4 +1,4 @@
-"""The tokens of a prompt to keep: attention of the last queries, smoothed, summed over chunks of adjacent tokens.
+"""The tokens of a prompt to keep: attention of the last queries, smoothed, and chunks of adjacent tokens.
 
 The rule follows SpecPrefill (arXiv 2502.02789): the attention of the last queries to each token, pooled over
 neighbours, the largest over queries, heads and layers; whole chunks are kept, because a token without neighbours says
