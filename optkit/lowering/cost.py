@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 CACHE_BYTES = 1 << 20  # activations below this stay in the last private cache level
 FLOPS_A_STATE = 6.0  # of a token, for each element of the state: decay, correction, update, output
+SPARSE_DENSITY = "sparse_density"  # annotation: share of the keys that block-sparse prefill reads
+SELECTION = 0.08  # work of the choice of keys by block-sparse prefill, as a share of dense attention
 DISPATCH_SECONDS = {"cpu": 4e-6, "cuda": 2e-6}  # per op
 FREE_OPS = {"getitem", "aten.reshape.default", "aten.transpose.int", "aten.split.Tensor", "aten.slice.Tensor",
             "aten.split_with_sizes.default", "aten.unsqueeze.default", "aten.select.int"}  # fmt: skip
@@ -211,10 +213,21 @@ def attention(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point:
             window, chunk / 2 if point.context > chunk else chunk
         )  # the mean over the places in a chunk
     pairs = point.tokens * min(seen, window)
+    if ops.argument(node, "sparse_cover") and new > 1:
+        pairs -= point.sequences * spared_pairs(graph, node, point.context, new)
     per_token = sum(pool.shape[2] * pool.shape[3] * pool.element_size() for pool in pools)
     kv = point.sequences * min(point.context, window + new) * per_token
     flops = 2.0 * pairs * q.shape[1] * (q.shape[2] + v.shape[2])
     return Cost(**products(flops, q), kv_bytes=kv)
+
+
+def spared_pairs(graph: Graph, node: fx.Node, context: float, new: float) -> float:
+    """The pairs that block-sparse prefill leaves out for the last ``new`` of ``context`` tokens of a sequence, less
+    the work of the choice.
+    """
+    density = float(graph.annotations.get(SPARSE_DENSITY, 1.0))
+    first = min(context, max(context - new, ops.argument(node, "sparse_from")))
+    return max(0.0, 1.0 - density - SELECTION) * (context**2 - first**2) / 2
 
 
 def recurrent(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
