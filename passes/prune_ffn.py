@@ -12,6 +12,7 @@ the loss, so the pass is held to the same bounds as a quantizer.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,7 +25,9 @@ from optkit.graph import ops
 from optkit.graph.ir import Graph, Origin, Part
 from optkit.kernels import reference
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
-from optkit.passes.quantization.calibrated import SharedInput, collect
+from optkit.passes.quantization.calibrated import SharedInput, collect, walk_through
+from optkit.passes.quantization.resume import FinishedGroups
+from optkit.passes.rewriting.refit import Refit, Sums
 from optkit.passes.rewriting.stack import site_name
 
 GATED, PACKED = tuple(ops.GATED), tuple(ops.GATED.values())
@@ -33,6 +36,12 @@ GATED, PACKED = tuple(ops.GATED), tuple(ops.GATED.values())
 class PruneFFNConfig(Config):
     ffn: float = Field(0.1, gt=0, lt=1, description="share of each layer's feed-forward channels to remove")
     multiple: int = Field(64, ge=1, le=4096, description="channels that are left are a multiple of this")
+    refit: bool = Field(
+        False, description="fit the weights that are left to the source model's hidden states"
+    )
+    damping: float = Field(
+        0.1, gt=0, le=1e3, description="refit: penalty on changed weights, of the mean of the diagonal of X^T X"
+    )
     calibration: Calibration = Field(
         default_factory=lambda: Calibration(samples=16), description="the text that importance is measured on"
     )
@@ -89,12 +98,12 @@ class PruneFFN(Pass):
         before = graph.num_bytes()
         channels = width(graph, plan.sites[0])
         kept = self.kept(channels)
-        choices = self.choices(graph, plan, kept, ctx)
-        for site, index in zip(plan.sites, choices, strict=True):
-            down, _, *linears = site.nodes
-            select_columns(graph, down, index)
-            for linear in linears:
-                select_rows(graph, linear, index, channels)
+        if self.config.refit and not graph.is_meta:
+            self.refit(graph, plan, kept, ctx)
+        else:
+            for site, index in zip(plan.sites, self.choices(graph, plan, kept, ctx), strict=True):
+                select_columns(graph, site.nodes[0], index)
+                cut_makers(graph, site, index, channels)
         graph.annotations["config"] = {**graph.annotations.get("config", {}), "intermediate_size": kept}
         stats = {"intermediate_size_before": channels, "intermediate_size_after": kept}
         bytes_ = {"weight_bytes_before": before, "weight_bytes_after": graph.num_bytes()}
@@ -114,6 +123,39 @@ class PruneFFN(Pass):
         return collect(
             graph, [SharedInput((site,)) for site in plan.sites], windows, solve, "channels", ctx, self.name
         )
+
+    def refit(self, graph: Graph, plan: Plan, kept: int, ctx: PassContext) -> None:
+        """Cut and refit layer after layer (``passes/rewriting/refit``), in place; a killed run goes on."""
+        windows, channels = ctx.calibration_windows(self.config.calibration), width(graph, plan.sites[0])
+        refit = Refit(graph, windows, ctx.target, self.config.damping)
+
+        def choose(sums: Sums, weight: Tensor) -> Tensor:
+            return (sums.size * weight.norm(dim=0)).topk(kept).indices.sort().values
+
+        def solve(group: SharedInput, walk: Walk) -> dict[str, Tensor]:
+            index, weight = refit.solve(walk, group.sites[0].nodes[0], choose)
+            return {"channels": index, "weight": weight}
+
+        def replace(group: SharedInput, solution: Mapping[str, Tensor], walk: Walk) -> None:
+            (site,), index = group.sites, solution["channels"]
+            graph.set_weight(ops.weight(site.nodes[0]), solution["weight"])
+            cut_makers(graph, site, index, channels)
+            walk.select(group.x, index)
+
+        walk_through(
+            Walk(graph, windows, ctx.target),
+            [SharedInput((site,)) for site in plan.sites],
+            solve,
+            replace,
+            FinishedGroups(ctx.workspace, "refit"),
+            lambda text, part=None: ctx.progress(f"{self.name}: {text}", part=part),
+        )
+
+
+def cut_makers(graph: Graph, site: Site, index: Tensor, channels: int) -> None:
+    """Keep the rows ``index`` of gate and up of a feed-forward part of ``channels``."""
+    for linear in site.nodes[2:]:
+        select_rows(graph, linear, index, channels)
 
 
 def importance(activations: list[Tensor], down: Tensor) -> Tensor:

@@ -74,6 +74,8 @@ def layers(config: Mapping[str, Any], source: Checked) -> list[QuantizedLinear]:
     """
     where = str(source.directory / "config.json")
     refuse_extensions(config, where)
+    if config.get("sparsity_config") and not config.get("config_groups"):
+        return []  # weights are zero in places, and none is quantized
     schemes = read_schemes(config, where)
     found: list[QuantizedLinear] = []
     packed = set(source.modules(PACKED))
