@@ -1,13 +1,13 @@
-"""distill: trains a changed model to give the distributions of the source model again, for as many minutes as are given.
+"""distill: trains a changed model, for a number of minutes, to give the distributions of the source model again.
 
 Low-rank adapters on the float linear layers are trained by the source model's distributions over calibration text
-(knowledge distillation, arXiv 1503.02531; pruned models as in arXiv 2407.14679) and merged into the weights: nothing is
-left of them at run time. The teacher's 64 most likely tokens of each position are computed once and kept on disk. Some windows are
-not trained on: where the model is not closer to the source there, its weights stay as they were. The pass comes after passes
-that remove weights and before quantizers.
+(knowledge distillation, arXiv 1503.02531; pruned models as in arXiv 2407.14679) and merged into the weights: nothing
+is left of them at run time. The teacher's 64 most likely tokens of each position are computed once and kept on disk.
+Some windows are not trained on: where the model is not closer to the source there, its weights stay as they were. The
+pass comes after passes that remove weights and before quantizers.
 
-A killed run goes on, and the minutes count once. The result depends on how much is trained within the minutes, so it differs
-between machines and runs.
+A killed run goes on, and the minutes count once. The result depends on how much is trained within the minutes, so it
+differs between machines and runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ HELD_OUT = 8  # windows at most, a tenth of the text
 
 
 class DistillConfig(Config):
-    minutes: float = Field(30.0, gt=0, le=100_000, description="of training; the source's distributions come on top")
+    minutes: float = Field(
+        30.0, gt=0, le=100_000, description="of training; the source's distributions come on top"
+    )
     rank: int = Field(16, ge=1, le=1024, description="of the adapters")
     rate: float = Field(2e-3, gt=0, le=1, description="the highest learning rate")
     top: int = Field(64, ge=1, le=4096, description="tokens of a distribution that are kept")
@@ -68,11 +70,20 @@ class Distill(Pass):
         held = max(1, min(HELD_OUT, len(teacher.windows) // 10))
         if len(teacher.windows) < 2:
             raise UserError("distill needs at least two samples of text", where="calibration.samples")
-        trained, tested = range(len(teacher.windows) - held), range(len(teacher.windows) - held, len(teacher.windows))
+        trained, tested = (
+            range(len(teacher.windows) - held),
+            range(len(teacher.windows) - held, len(teacher.windows)),
+        )
         student = Differentiable(graph, self.config.rank, self.config.seed)
         before = mean_divergence(student, teacher, tested)
         training = Training(
-            student, teacher, trained, 60 * self.config.minutes, self.config.rate, ctx.workspace, self.config.seed
+            student,
+            teacher,
+            trained,
+            60 * self.config.minutes,
+            self.config.rate,
+            ctx.workspace,
+            self.config.seed,
         )
         done = training.run(ctx.progress, self.name)
         after = mean_divergence(student, teacher, tested)

@@ -1,12 +1,13 @@
 """drop_layers: removes the decoder layers with the least influence on the hidden states.
 
-The influence of a layer is ``1 - cos(h, h')``, h and h' the hidden states of a token at the layer's input and output, the
-mean over calibration text (block influence of ShortGPT, arXiv 2403.03853). The result is a shallower model: faster by
-every kernel, with a smaller KV cache. Each removed layer costs more quality than a cut of a few channels everywhere
-(``prune_ffn``), so the pass is held to the same bounds as a quantizer; ``prune_ffn`` with ``refit`` may follow.
+The influence of a layer is ``1 - cos(h, h')``, h and h' the hidden states of a token at the layer's input and output,
+the mean over calibration text (block influence of ShortGPT, arXiv 2403.03853). The result is a shallower model:
+faster by every kernel, with a smaller KV cache. Each removed layer costs more quality than a cut of a few channels
+everywhere (``prune_ffn``), so the pass is held to the same bounds as a quantizer; ``prune_ffn`` with ``refit`` may
+follow.
 
-config.json has the number of layers, and checkpoint tensors have the layer's number in their names, so the layers that
-are left are numbered anew. Only models of equal layers are cut (``passes/rewriting/layers.py``).
+config.json has the number of layers, and checkpoint tensors have the layer's number in their names, so the layers
+that are left are numbered anew. Only models of equal layers are cut (``passes/rewriting/layers.py``).
 """
 
 from __future__ import annotations

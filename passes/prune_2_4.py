@@ -1,10 +1,10 @@
-"""prune_2_4: of each four weights in a row of a linear layer two become zero, which sparse tensor cores skip (2:4 sparsity).
+"""prune_2_4: of each four weights in a row of a linear layer two become zero; sparse tensor cores skip zeros.
 
 NVIDIA GPUs from Ampere on multiply such a weight with half of the work, and read 9/16 of its bytes; the kernel is the
-vendor's (``optkit/kernels/triton/two_four.py``) and is chosen by the weights themselves, also for a checkpoint that came
-2:4 sparse. Elsewhere the zeros are multiplied like other weights: the same results, and no gain. Half of all weights is a
-hard cut, so the pass is held to the same bounds as a quantizer. A float layer gains; a later quantizer keeps the zeros and
-has no sparse kernel.
+vendor's (``optkit/kernels/triton/two_four.py``) and is chosen by the weights themselves, also for a checkpoint that
+came 2:4 sparse. Elsewhere the zeros are multiplied like other weights: the same results, and no gain. Half of all
+weights is a hard cut, so the pass is held to the same bounds as a quantizer. A float layer gains; a later quantizer
+keeps the zeros and has no sparse kernel.
 
 On disk weights are dense, with their zeros, and config.json has compressed-tensors' ``sparsity_config``: the layout
 ``sparse-24-bitmask``, which compressed-tensors had until 0.14, is refused by later versions and by transformers
@@ -36,8 +36,12 @@ Method = Literal["sparsegpt", "wanda", "magnitude"]
 
 
 class Prune24Config(Config):
-    method: Method = Field("sparsegpt", description="how the weights to keep are chosen; magnitude reads no text")
-    damping: float = Field(0.01, gt=0, le=1, description="sparsegpt: of the mean of H's diagonal, added to it")
+    method: Method = Field(
+        "sparsegpt", description="how the weights to keep are chosen; magnitude reads no text"
+    )
+    damping: float = Field(
+        0.01, gt=0, le=1, description="sparsegpt: of the mean of H's diagonal, added to it"
+    )
     targets: Patterns = Field([LINEAR], description="layers to prune, by name, suffix or re: pattern")
     ignore: Patterns = Field([], description="layers to leave dense")
     calibration: Calibration = Field(

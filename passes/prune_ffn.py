@@ -40,7 +40,10 @@ class PruneFFNConfig(Config):
         False, description="fit the weights that are left to the source model's hidden states"
     )
     damping: float = Field(
-        0.1, gt=0, le=1e3, description="refit: penalty on changed weights, of the mean of the diagonal of X^T X"
+        0.1,
+        gt=0,
+        le=1e3,
+        description="refit: penalty on changed weights, of the mean of the diagonal of X^T X",
     )
     calibration: Calibration = Field(
         default_factory=lambda: Calibration(samples=16), description="the text that importance is measured on"

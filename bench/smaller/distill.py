@@ -2,7 +2,8 @@
 
     python -m bench.smaller distill smollm2-135m --minutes 30
 
-The last line has the divergence after training over that of the refit alone. Exit code 1: more than 0.7, or fewer tokens agree.
+The last line has the divergence after training over that of the refit alone. Exit code 1: more than 0.7, or fewer
+tokens agree.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Decoder layers removed by their influence: loss of quality for each number of layers, beside a cut of channels.
 
-    python -m bench.smaller layers smollm2-135m --counts 1 2 3
+python -m bench.smaller layers smollm2-135m --counts 1 2 3
 """
 
 from __future__ import annotations

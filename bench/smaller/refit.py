@@ -3,8 +3,8 @@
     python -m bench.smaller refit smollm2-135m
     python -m bench.smaller refit smollm2-135m --ffn 0.2 --damping 0.3 --samples 32
 
-The importance of channels and the refit read calibration text, the loss is measured on other text. Exit code 1: the refit
-takes longer than a minute, or leaves more than 0.6 of the loss.
+The importance of channels and the refit read calibration text, the loss is measured on other text. Exit code 1: the
+refit takes longer than a minute, or leaves more than 0.6 of the loss.
 """
 
 from __future__ import annotations

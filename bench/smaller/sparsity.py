@@ -1,6 +1,6 @@
 """2:4 sparsity by magnitude, by Wanda and by SparseGPT: loss of quality and time.
 
-    python -m bench.smaller sparsity smollm2-135m
+python -m bench.smaller sparsity smollm2-135m
 """
 
 from __future__ import annotations

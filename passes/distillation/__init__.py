@@ -1,1 +1,1 @@
-"""Distillation: a graph as a differentiable function, a teacher's logits on disk, and training within a budget of time."""
+"""Distillation: a graph as a differentiable function, a teacher's logits on disk, training within a budget."""

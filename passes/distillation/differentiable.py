@@ -1,8 +1,9 @@
 """A float graph as a differentiable function of windows of token ids, with low-rank adapters on its linear layers.
 
-Ops run by their references, plain tensor functions; attention, which the reference computes through the paged cache, runs as
-causal attention of each window. The weight of a linear layer W becomes ``W + B A``, A [r, K] and B [N, r] (LoRA, arXiv
-2106.09685); only A and B are trained, so a backward pass needs no gradient of a weight. ``merged`` gives the sums.
+Ops run by their references, plain tensor functions; attention, which the reference computes through the paged cache,
+runs as causal attention of each window. The weight of a linear layer W becomes ``W + B A``, A [r, K] and B [N, r]
+(LoRA, arXiv 2106.09685); only A and B are trained, so a backward pass needs no gradient of a weight. ``merged`` gives
+the sums.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """A teacher's distributions on disk: for each token the most likely next tokens, and the probability of all others.
 
-``top`` tokens hold nearly all of the probability, and take 6 bytes each instead of 4 bytes for each token of the vocabulary.
-The rest is one more event, so that the divergence from a student counts all of the probability: it is the Kullback-Leibler
-divergence of the distributions after the rest of the vocabulary has become one token, a lower bound of the whole.
+``top`` tokens hold nearly all of the probability, and take 6 bytes each instead of 4 bytes for each token of the
+vocabulary. The rest is one more event, so that the divergence from a student counts all of the probability: it is the
+Kullback-Leibler divergence of the distributions after the rest of the vocabulary has become one token, a lower bound
+of the whole.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ class Teacher:
     """
 
     def __init__(
-        self, logits: Callable[[list[int]], Tensor], windows: list[list[int]], top: int, directory: Path | None
+        self,
+        logits: Callable[[list[int]], Tensor],
+        windows: list[list[int]],
+        top: int,
+        directory: Path | None,
     ) -> None:
         self.logits, self.windows, self.top, self.directory = logits, windows, top, directory
         self.kept: dict[int, dict[str, Tensor]] = {}

@@ -1,8 +1,9 @@
 """Decoder layers of a graph: where each begins, and the graph without some of them.
 
-A layer begins at the norm of its input, the first op that reads a weight with the layer's number. Two forms are known: a
-norm of the stream, and an ``add_rms_norm`` of the stream and the last result of the layer before. A layer hands nothing
-but the stream to the next, or the layers can't be told apart. The last layer always stays: what follows it differs.
+A layer begins at the norm of its input, the first op that reads a weight with the layer's number. Two forms are
+known: a norm of the stream, and an ``add_rms_norm`` of the stream and the last result of the layer before. A layer
+hands nothing but the stream to the next, or the layers can't be told apart. The last layer always stays: what follows
+it differs.
 """
 
 from __future__ import annotations
@@ -161,7 +162,11 @@ def renumber(graph: Graph, numbers: dict[int, int]) -> None:
             node.target = names[str(node.target)]
     graph.weights = {names[name]: moved(weight, numbers) for name, weight in graph.weights.items()}
     specs = [spec for spec in graph.meta.kv_specs if spec.layer in numbers]
-    pools = {old: new for spec in specs for old, new in zip(spec.inputs, numbered(spec, numbers).inputs, strict=True)}
+    pools = {
+        old: new
+        for spec in specs
+        for old, new in zip(spec.inputs, numbered(spec, numbers).inputs, strict=True)
+    }
     for node in list(graph.fx.nodes):
         if node.op != "placeholder" or node.target not in {n for s in graph.meta.kv_specs for n in s.inputs}:
             continue

@@ -1,13 +1,14 @@
 """Refitting: new values for the linear layers that write to the residual stream, after channels were removed.
 
-The cut model is compared with the source model, layer after layer, on calibration text. A layer with inputs X [T, K] in the
-cut model, and the change of the stream that brings the cut model's stream back to the source model's as targets, is a
-ridge regression: ``min ||X V^T - targets||^2 + penalty ||V - W||^2`` for the weight V [N, K] near W, the source's. It has
-a closed form (SlimLLM, arXiv 2505.22689, refits output matrices likewise). Later layers see the stream of the refitted
-layers before, so errors do not add up: each layer also corrects what is left of earlier errors.
+The cut model is compared with the source model, layer after layer, on calibration text. A layer with inputs X [T, K]
+in the cut model, and the change of the stream that brings the cut model's stream back to the source model's as
+targets, is a ridge regression: ``min ||X V^T - targets||^2 + penalty ||V - W||^2`` for the weight V [N, K] near W,
+the source's. It has a closed form (SlimLLM, arXiv 2505.22689, refits output matrices likewise). Later layers see the
+stream of the refitted layers before, so errors do not add up: each layer also corrects what is left of earlier
+errors.
 
-Tokens count by the inverse square of the size of their hidden state: the norm that reads the stream divides by the size, and
-without that a few tokens with huge states (the first of a text) would decide alone.
+Tokens count by the inverse square of the size of their hidden state: the norm that reads the stream divides by the
+size, and without that a few tokens with huge states (the first of a text) would decide alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """2:4 sparsity of a weight matrix: of each four channels in a row at most two are not zero.
 
-Three ways to choose, from the cheapest to the best: ``magnitude`` keeps the two largest weights of four; ``wanda`` the two
-with the largest ``|w_j| * sqrt(mean x_j^2)`` (arXiv 2306.11695); ``sparsegpt`` goes column by column, as GPTQ does, and
-corrects the columns to come for what each removed weight did to the outputs (arXiv 2301.00774).
+Three ways to choose, from the cheapest to the best: ``magnitude`` keeps the two largest weights of four; ``wanda``
+the two with the largest ``|w_j| * sqrt(mean x_j^2)`` (arXiv 2306.11695); ``sparsegpt`` goes column by column, as GPTQ
+does, and corrects the columns to come for what each removed weight did to the outputs (arXiv 2301.00774).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BLOCK = 128  # columns that are updated at once
 
 
 def kept_of_four(score: Tensor) -> Tensor:
-    """True for the two largest scores of each four along the last dimension of ``score`` [N, K]; ties go to the first."""
+    """True for the two largest of each four scores [N, K] along the last dimension; ties go to the first."""
     fours = score.unflatten(-1, (-1, GROUP))
     best = fours.argsort(dim=-1, descending=True, stable=True)[..., :KEPT]
     return torch.zeros_like(fours, dtype=torch.bool).scatter_(-1, best, True).flatten(-2)

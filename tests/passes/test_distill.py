@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ import torch
 from optkit.errors import UserError
 from optkit.graph.ir import Graph
 from optkit.graph.verify import verify
-from optkit.passes import load
+from optkit.passes import distill, load
 from optkit.passes.base import PassResult
-from optkit.passes.distillation import training
+from optkit.passes.distillation.training import Training
 from tests.support.graphs import CONTEXT, apply, captured, checked, dense, random_ids, reasons
 from tests.support.target import TARGET
 
@@ -33,7 +34,7 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def a_step_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training.Training.__init__, "__defaults__", (None, 0, Clock()))
+    monkeypatch.setattr(distill, "Training", partial(Training, clock=Clock()))
 
 
 def distilled(graph: Graph, **options: Any) -> PassResult:

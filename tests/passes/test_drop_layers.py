@@ -1,4 +1,4 @@
-"""drop_layers: the layers that do least go, what is left is a model that transformers loads, and where it is refused."""
+"""drop_layers: the layers that do least go, what is left is a model that transformers loads, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""prune_2_4: the pattern in every layer, an artifact that transformers and compressed-tensors read, and no other change."""
+"""prune_2_4: the pattern in every layer, an artifact that transformers and compressed-tensors read, predictions."""
 
 from __future__ import annotations
 

@@ -24,7 +24,16 @@ def kernels() -> tuple[Kernel, ...]:
     """Rows for targets of kind ``cuda``, best first for each op."""
     if not available():
         return ()
-    from optkit.kernels.triton import attention, common, linear, pointwise, quantize, rope_kv, sampling, two_four
+    from optkit.kernels.triton import (
+        attention,
+        common,
+        linear,
+        pointwise,
+        quantize,
+        rope_kv,
+        sampling,
+        two_four,
+    )
 
     common.use_private_cache()
     return (

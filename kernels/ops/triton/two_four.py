@@ -1,7 +1,8 @@
 """Linear layers with 2:4 sparse weights, by NVIDIA's cuSPARSELt through PyTorch.
 
-The kernel is chosen by the weight's values, whoever made them zero: half of the products, and 9/16 of the bytes. cuSPARSELt
-multiplies the sparse weight from the left, so the tokens are columns, a multiple of 8; the result is written transposed.
+The kernel is chosen by the weight's values, whoever made them zero: half of the products, and 9/16 of the bytes.
+cuSPARSELt multiplies the sparse weight from the left, so the tokens are columns, a multiple of 8; the result is
+written transposed.
 """
 
 from __future__ import annotations
@@ -53,5 +54,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 KERNELS = (
-    Kernel("linear", "cusparselt", linear, supports, pack, fits, needs="2:4 sparse weights, 16-bit, cuSPARSELt"),
+    Kernel(
+        "linear", "cusparselt", linear, supports, pack, fits, needs="2:4 sparse weights, 16-bit, cuSPARSELt"
+    ),
 )

@@ -48,6 +48,8 @@ def test_windows_are_computed_once(tmp_path: Path) -> None:
         asked.clear()
         teacher = Teacher(logits, windows, 4, directory)
         first = [teacher(index) for index in (1, 0, 1)]
-        assert len(asked) == count and all(torch.equal(*pair) for pair in zip(first[0], first[2], strict=True))
+        assert len(asked) == count and all(
+            torch.equal(*pair) for pair in zip(first[0], first[2], strict=True)
+        )
     ids, values = first[1]
     assert ids.shape == values.shape == (3, 4) and bool((values[:, :-1] >= values[:, 1:]).all())

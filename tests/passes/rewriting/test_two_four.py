@@ -49,7 +49,9 @@ def test_sparsegpt_corrects_as_well_as_least_squares_in_the_last_columns() -> No
     """With a diagonal hessian nothing can be corrected, and the choice is that of wanda."""
     weight, scale = random(8, 32), torch.linspace(0.5, 2, 32)
     diagonal = torch.diag(scale.square())
-    torch.testing.assert_close(sparsegpt(weight, diagonal, 1e-6), wanda(weight, diagonal), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        sparsegpt(weight, diagonal, 1e-6), wanda(weight, diagonal), atol=1e-6, rtol=1e-5
+    )
 
 
 def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
