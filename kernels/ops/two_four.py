@@ -1,4 +1,4 @@
-"""The 2:4 pattern: of each four values in a row of a weight at most two are not zero; sparse tensor cores skip zeros."""
+"""The 2:4 pattern: of each four values in a row of a weight at most two are not zero; tensor cores can skip zeros."""
 
 from __future__ import annotations
 

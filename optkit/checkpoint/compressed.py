@@ -74,8 +74,6 @@ def layers(config: Mapping[str, Any], source: Checked) -> list[QuantizedLinear]:
     """
     where = str(source.directory / "config.json")
     refuse_extensions(config, where)
-    if config.get("sparsity_config") and not config.get("config_groups"):
-        return []  # weights are zero in places, and none is quantized
     schemes = read_schemes(config, where)
     found: list[QuantizedLinear] = []
     packed = set(source.modules(PACKED))
@@ -87,6 +85,14 @@ def layers(config: Mapping[str, Any], source: Checked) -> list[QuantizedLinear]:
     for name in sorted(bare):
         found = with_tied(found, name, source)
     return found
+
+
+def is_float(config: Mapping[str, Any], where: str) -> bool:
+    """True for a ``quantization_config`` that describes zeros in float weights, and no quantized layer."""
+    if config.get("config_groups") or not config.get("sparsity_config"):
+        return False
+    refuse_extensions({**config, "quantization_status": "compressed"}, where)
+    return True
 
 
 def with_tied(found: list[QuantizedLinear], name: str, source: Checked) -> list[QuantizedLinear]:

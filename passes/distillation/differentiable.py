@@ -34,7 +34,7 @@ def why_not(graph: Graph) -> str | None:
         op = ops.record_of(node.target) if node.op == "call_function" else None
         if op is None:
             continue
-        if op.work not in TRAINED or op.stored:
+        if op.work not in TRAINED or (op.stored and op.work is not Work.ATTENTION):
             return f"{node.name} ({ops.op_name(node.target)}) is not trained, only float layers are"
         if op.work is Work.ATTENTION and (node.target is not reference.attention or not is_plain(node)):
             return f"{node.name} has scores that are not trained"

@@ -95,7 +95,7 @@ class Training:
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.student.parameters(), LARGEST_GRADIENT)
         self.optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
     def window(self, step: int) -> int:
         """The window of ``step``: all windows in an order of their own for each pass over the text."""

@@ -95,7 +95,8 @@ def why_not(graph: Graph, found: list[Entry]) -> str | None:
         if not beyond or index < 0:
             continue
         handed = found[index + 1].norm.args[:2] if index + 1 < len(found) else ()
-        if node not in handed and index + 1 < len(found):
+        of_stream = all(source in handed for source in node.all_input_nodes if source in inside)
+        if node not in handed and not of_stream and index + 1 < len(found):
             return f"layer {index} hands more to the next than the residual stream"
         if beyond != {index + 1}:
             return f"a later layer than the next reads a value of layer {index}"

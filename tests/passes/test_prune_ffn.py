@@ -122,7 +122,6 @@ def with_doubled_channels(graph: Graph, pairs: list[tuple[int, int]]) -> Graph:
                 value[second] = value[first]
             if name.endswith("down_proj.weight"):
                 value[:, second] = value[:, first] * 0.1
-                value[:, first] *= 0.2
     return graph
 
 

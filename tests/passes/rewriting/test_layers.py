@@ -16,15 +16,15 @@ FUSIONS = ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "select_logits_rows"
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "phi", "gpt_neox", "opt", "gpt2"])
 def test_layers_begin_at_norms_of_the_stream(name: str, fused: bool) -> None:
-    count = {"n_layer": 3} if name == "gpt2" else {"num_hidden_layers": 3}
-    graph = captured(name, **count)
+    graph = captured(name) if name == "gpt2" else captured(name, num_hidden_layers=3)
     for row in FUSIONS if fused else ():
         apply(graph, row)
     found = entries(graph)
     assert not isinstance(found, str), found
-    assert [entry.number for entry in found] == [0, 1, 2]
+    count = len(graph.meta.kv_specs)
+    assert [entry.number for entry in found] == list(range(count))
     rms = any(node.target is reference.add_rms_norm for node in graph.fx.nodes)
-    assert [entry.fused for entry in found] == [False, rms, rms]
+    assert [entry.fused for entry in found] == [False] + [rms] * (count - 1)
 
 
 def test_what_is_left_is_numbered_anew() -> None:
