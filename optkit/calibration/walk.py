@@ -94,12 +94,6 @@ class Walk:
         for values in self.live:
             values[node] = values[node] * factor.to(self.device)
 
-    def select(self, node: fx.Node, channels: Tensor) -> None:
-        """Keep only ``channels`` of the computed values of ``node``, after the same change of the op."""
-        for values in self.live:
-            if node in values:
-                values[node] = values[node][..., channels.to(self.device)].contiguous()
-
     # -- putting it aside ----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:

@@ -95,7 +95,8 @@ class Differentiable:
         """The result of a call, for ``count`` windows."""
         args, kwargs = self.value(node.args, env), self.value(node.kwargs, env)
         if node.target in ATTENTION:
-            return causal(*args[:3], count, ops.argument(node, "scale"), ops.argument(node, "window"))
+            q, k, v = args[:3]
+            return causal(q, k, v, count, ops.argument(node, "scale"), ops.argument(node, "window"))
         result = node.target(*args, **kwargs)  # type: ignore[operator]
         if node.name in self.adapters:
             a, b = self.adapters[node.name]

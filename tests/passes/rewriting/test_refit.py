@@ -1,72 +1,57 @@
-"""Refitting: the closed form beside float64 least squares, and what a cut model regains."""
+"""Refitting: the closed forms beside float64 least squares."""
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch import Tensor
 
-from optkit.calibration.walk import Walk
-from optkit.graph.ir import Graph
-from optkit.kernels import reference
-from optkit.passes.rewriting.refit import Refit, Sums, ridge, stream_before
-from tests.support.graphs import apply, captured, random_ids
+from optkit.passes.rewriting.refit import refitted, removal_cost
 
-WINDOWS = [ids.tolist() for ids in random_ids((40, 23, 31))]
-
-
-def test_ridge_is_least_squares_with_a_penalty() -> None:
-    generator = torch.Generator().manual_seed(3)
-    x, targets, weight = (torch.randn(*shape, generator=generator) for shape in ((50, 12), (50, 7), (7, 12)))
-    damping = 0.3
-    penalty = (damping * (x.T @ x).diagonal().mean()).sqrt()
-    stacked = torch.cat([x, penalty * torch.eye(12)]).double()
-    wanted = torch.cat([targets, penalty * weight.T]).double()
-    expected = torch.linalg.lstsq(stacked, wanted).solution.T
-    found = ridge(x.T @ x, targets.T @ x, weight, damping)
-    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(ridge(x.T @ x, targets.T @ x, weight, 1e9), weight, atol=1e-5, rtol=1e-5)
+GENERATOR = torch.Generator().manual_seed(3)
+X = torch.randn(200, 6, generator=GENERATOR) @ torch.randn(6, 12, generator=GENERATOR)
+X += 0.3 * torch.randn(200, 12, generator=GENERATOR)
+WEIGHT = torch.randn(7, 12, generator=GENERATOR)
+GRAM = X.T @ X / len(X)
 
 
-def downs(graph: Graph) -> list[torch.fx.Node]:
-    return [node for node in graph.calls(reference.linear) if "down_proj" in str(node.args[1])]
+def least_squares(kept: list[int], damping: float, penalized: list[int]) -> tuple[Tensor, float]:
+    """The best weight of ``kept`` near that of the layer, by lstsq on stacked rows, and its error with the penalty.
+
+    The penalty is the share ``damping`` of the mean of the diagonal of the kept channels' moments of ``penalized``.
+    """
+    penalty = (damping * GRAM[penalized][:, penalized].diagonal().mean().double() * len(X)).sqrt()
+    wanted = torch.cat([X.double() @ WEIGHT.double().T, penalty * WEIGHT[:, kept].double().T])
+    rows = torch.cat([X[:, kept].double(), penalty * torch.eye(len(kept), dtype=torch.float64)])
+    found = torch.linalg.lstsq(rows, wanted).solution
+    return found.T, float((rows @ found - wanted).square().sum())
 
 
-def everything(sums: Sums, weight: torch.Tensor) -> torch.Tensor:
-    return torch.arange(weight.shape[1])
+@pytest.mark.parametrize("damping", [1e-3, 0.3])
+def test_the_weight_is_that_of_least_squares_with_a_penalty(damping: float) -> None:
+    kept = [0, 2, 3, 5, 6, 8, 9, 11]
+    expected, _ = least_squares(kept, damping, kept)
+    found = refitted(WEIGHT, GRAM, torch.tensor(kept), damping)
+    torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_model_that_is_not_cut_stays_as_it_is() -> None:
-    graph = captured("llama")
-    refit, walk = Refit(graph, WINDOWS, None, 0.1), Walk(graph, WINDOWS, None)
-    for down in downs(graph):
-        kept, weight = refit.solve(walk, down, everything)
-        assert kept.tolist() == list(range(96))
-        torch.testing.assert_close(weight, graph.linear_weight(down), atol=1e-5, rtol=1e-4)
+def test_a_large_penalty_or_no_cut_changes_nothing() -> None:
+    kept = torch.arange(8)
+    torch.testing.assert_close(refitted(WEIGHT, GRAM, kept, 1e9), WEIGHT[:, :8], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(refitted(WEIGHT, GRAM, torch.arange(12), 0.1), WEIGHT, atol=1e-5, rtol=1e-5)
 
 
-def test_sums_are_of_weighted_tokens() -> None:
-    """The sums, written out for one layer from the model's own activations."""
-    graph = captured("llama")
-    down = downs(graph)[0]
-    before = stream_before(down)
-    assert before is not None
-    weight, walk = graph.linear_weight(down), Walk(graph, WINDOWS, None)
-    found = Refit(graph, WINDOWS, None, 0.1).sums(walk, down, weight)
-    again = Walk(graph.clone(), WINDOWS, None)
-    names = {node.name: node for node in again.graph.fx.nodes}
-    stream = torch.cat(list(again.values(names[before.name]))).double()
-    x = torch.cat(list(again.values(names[down.args[0].name]))).double()
-    scale = 1 / (stream + x @ weight.double().T).square().mean(1, keepdim=True).sqrt()
-    torch.testing.assert_close(found.gram.double(), (x * scale).T @ (x * scale), atol=1e-4, rtol=1e-4)
-    expected = (x @ weight.double().T * scale).T @ (x * scale)
-    torch.testing.assert_close(found.cross.double(), expected, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(found.size.double(), x.abs().mean(0), atol=1e-5, rtol=1e-4)
+def test_the_cost_of_a_channel_is_the_error_left_without_it() -> None:
+    """Without a penalty to speak of, what least squares of all other channels leaves."""
+    cost = removal_cost(WEIGHT, GRAM, 1e-9)
+    for channel in range(12):
+        kept = [other for other in range(12) if other != channel]
+        _, error = least_squares(kept, 1e-12, kept)
+        assert float(cost[channel]) == pytest.approx(error / len(X), rel=1e-2)
 
 
-def test_the_stream_is_found_before_and_after_fusion() -> None:
-    graph = captured("llama")
-    plain = [stream_before(node) for node in downs(graph)]
-    apply(graph, "fuse_add_rms_norm")
-    fused = [stream_before(node) for node in downs(graph)]
-    assert all(node is not None for node in (*plain, *fused))
-    normed = captured("gemma2")  # a norm reads the result before it is added
-    assert all(stream_before(node) is None for node in downs(normed))
+def test_activations_without_meaning() -> None:
+    zeros = torch.zeros(12, 12)
+    assert torch.equal(refitted(WEIGHT, zeros, torch.arange(8), 0.1), WEIGHT[:, :8])
+    with pytest.raises(ValueError, match="not finite"):
+        removal_cost(WEIGHT, torch.full((12, 12), float("inf")), 0.1)
