@@ -6,8 +6,8 @@ are removed: rows of gate and up, a column of down. (Activation-weighted magnitu
 whole channels.) The result is a smaller dense model: faster by every kernel, on every machine. The pass is held to the
 same bounds as a quantizer.
 
-With ``refit`` the down projection of the channels that are left takes over what it can of the others, and the channels
-are chosen by the error that remains then (``passes/rewriting/refit.py``): a closed form, from the same text.
+With ``refit`` the down projection of the channels that are left takes over what it can of the others
+(``passes/rewriting/refit.py``): a closed form, from the same text.
 
 ``intermediate_size`` is a single number in config.json, so all layers keep equally many channels, a multiple of
 ``multiple`` so that groups of later quantizers still fit. Where a layer can't be pruned, no layer is.
@@ -29,7 +29,7 @@ from optkit.kernels import reference
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
 from optkit.passes.quantization.calibrated import Moments, SharedInput, walk_through
 from optkit.passes.quantization.resume import FinishedGroups
-from optkit.passes.rewriting.refit import refitted, removal_cost
+from optkit.passes.rewriting.refit import refitted
 from optkit.passes.rewriting.stack import site_name
 
 GATED, PACKED = tuple(ops.GATED), tuple(ops.GATED.values())
@@ -126,9 +126,9 @@ class PruneFFN(Pass):
             weight = graph.linear_weight(group.sites[0].nodes[0])
             if not self.config.refit:
                 return {"channels": largest(importance(list(walk.values(group.x)), weight), kept)}
-            gram = Moments(walk.values(group.x)).hessian
-            index = largest(removal_cost(weight, gram, self.config.damping), kept)
-            return {"channels": index, "weight": refitted(weight, gram, index, self.config.damping)}
+            moments = Moments(walk.values(group.x))
+            index = largest(moments.mean * weight.norm(dim=0), kept)
+            return {"channels": index, "weight": refitted(weight, moments.hessian, index, self.config.damping)}
 
         walk_through(
             Walk(graph, windows, ctx.target),

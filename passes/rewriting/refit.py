@@ -1,11 +1,9 @@
 """Refitting a linear layer whose input channels are cut: the channels that are left take over what they can.
 
 With G = mean x x^T over calibration tokens, the weight V [N, k] of the kept channels that comes nearest to the whole
-layer's outputs is a ridge regression: the least ``tr(D G D^T) + penalty ||D||^2``, D the change of the weight with all of a
-removed channel in it. It has a closed form, and so has the error that removing one channel leaves after the best correction,
-``||w_j||^2 / (G + penalty)^-1[j, j]`` (optimal brain surgeon, as in SparseGPT and GPTQ): the cheapest channels go. SlimLLM
-(arXiv 2505.22689) refits output matrices likewise. The penalty is on the *change* of the weight, so that few tokens do not
-let it run away: with it endless, nothing is refitted.
+layer's outputs is a ridge regression, the least ``tr(D G D^T) + penalty ||D||^2``, D the change of the weight with all of a
+removed channel in it. SlimLLM (arXiv 2505.22689) refits output matrices likewise. The penalty is on the *change* of the
+weight, so that few tokens do not let it run away: with an endless penalty nothing is refitted.
 """
 
 from __future__ import annotations
@@ -14,21 +12,15 @@ import torch
 from torch import Tensor
 
 
-def removal_cost(weight: Tensor, gram: Tensor, damping: float) -> Tensor:
-    """The squared error of the outputs of ``weight`` [N, K] without each channel, the others corrected: [K].
-
-    Args:
-        gram: the mean of x x^T, [K, K].
-        damping: the penalty, as a share of the mean of the diagonal of ``gram``.
-    """
-    inverse = torch.cholesky_inverse(factor(gram, damping))
-    return (weight.double().square().sum(dim=0) / inverse.diagonal()).to(torch.float32)
-
-
 def refitted(weight: Tensor, gram: Tensor, kept: Tensor, damping: float) -> Tensor:
     """The weight [N, k] of the channels ``kept`` [k] of ``weight`` [N, K] that takes over the other channels.
 
-    Computed in float64; float32. ``gram`` and ``damping`` as in ``removal_cost``.
+    Args:
+        gram: the mean of x x^T, [K, K].
+        damping: the penalty, as a share of the mean of the diagonal of the kept channels' ``gram``.
+
+    Returns:
+        float32, computed in float64.
     """
     removed = torch.ones(weight.shape[1], dtype=torch.bool)
     removed[kept] = False

@@ -1,4 +1,4 @@
-"""Refitting: the closed forms beside float64 least squares."""
+"""Refitting: the closed form beside float64 least squares."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from optkit.passes.rewriting.refit import refitted, removal_cost
+from optkit.passes.rewriting.refit import refitted
 
 GENERATOR = torch.Generator().manual_seed(3)
 X = torch.randn(200, 6, generator=GENERATOR) @ torch.randn(6, 12, generator=GENERATOR)
@@ -41,17 +41,8 @@ def test_a_large_penalty_or_no_cut_changes_nothing() -> None:
     torch.testing.assert_close(refitted(WEIGHT, GRAM, torch.arange(12), 0.1), WEIGHT, atol=1e-5, rtol=1e-5)
 
 
-def test_the_cost_of_a_channel_is_the_error_left_without_it() -> None:
-    """Without a penalty to speak of, what least squares of all other channels leaves."""
-    cost = removal_cost(WEIGHT, GRAM, 1e-9)
-    for channel in range(12):
-        kept = [other for other in range(12) if other != channel]
-        _, error = least_squares(kept, 1e-12, kept)
-        assert float(cost[channel]) == pytest.approx(error / len(X), rel=1e-2)
-
-
 def test_activations_without_meaning() -> None:
     zeros = torch.zeros(12, 12)
     assert torch.equal(refitted(WEIGHT, zeros, torch.arange(8), 0.1), WEIGHT[:, :8])
     with pytest.raises(ValueError, match="not finite"):
-        removal_cost(WEIGHT, torch.full((12, 12), float("inf")), 0.1)
+        refitted(WEIGHT, torch.full((12, 12), float("inf")), torch.arange(8), 0.1)
