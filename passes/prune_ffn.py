@@ -128,7 +128,10 @@ class PruneFFN(Pass):
                 return {"channels": largest(importance(list(walk.values(group.x)), weight), kept)}
             moments = Moments(walk.values(group.x))
             index = largest(moments.mean * weight.norm(dim=0), kept)
-            return {"channels": index, "weight": refitted(weight, moments.hessian, index, self.config.damping)}
+            return {
+                "channels": index,
+                "weight": refitted(weight, moments.hessian, index, self.config.damping),
+            }
 
         walk_through(
             Walk(graph, windows, ctx.target),

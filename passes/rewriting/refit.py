@@ -1,9 +1,9 @@
 """Refitting a linear layer whose input channels are cut: the channels that are left take over what they can.
 
 With G = mean x x^T over calibration tokens, the weight V [N, k] of the kept channels that comes nearest to the whole
-layer's outputs is a ridge regression, the least ``tr(D G D^T) + penalty ||D||^2``, D the change of the weight with all of a
-removed channel in it. SlimLLM (arXiv 2505.22689) refits output matrices likewise. The penalty is on the *change* of the
-weight, so that few tokens do not let it run away: with an endless penalty nothing is refitted.
+layer's outputs is a ridge regression, the least ``tr(D G D^T) + penalty ||D||^2``, D the change of the weight with
+all of a removed channel in it. SlimLLM (arXiv 2505.22689) refits output matrices likewise. The penalty is on the
+*change* of the weight, so that few tokens do not let it run away: with an endless penalty nothing is refitted.
 """
 
 from __future__ import annotations
