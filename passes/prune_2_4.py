@@ -1,7 +1,7 @@
 """prune_2_4: of each four weights in a row of a linear layer two become zero; sparse tensor cores skip zeros.
 
 NVIDIA GPUs from Ampere on multiply such a weight with half of the work, and read 9/16 of its bytes; the kernel is the
-vendor's (``optkit/kernels/triton/two_four.py``) and is chosen by the weights themselves, also for a checkpoint that
+vendor's (``kernels/ops/triton/two_four.py``) and is chosen by the weights themselves, also for a checkpoint that
 came 2:4 sparse. Elsewhere the zeros are multiplied like other weights: the same results, and no gain. Half of all
 weights is a hard cut, so the pass is held to the same bounds as a quantizer. A float layer gains; a later quantizer
 keeps the zeros and has no sparse kernel.

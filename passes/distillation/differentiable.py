@@ -2,7 +2,7 @@
 
 Ops run by their references, plain tensor functions; attention, which the reference computes through the paged cache,
 runs as causal attention of each window. The weight of a linear layer W becomes ``W + B A``, A [r, K] and B [N, r]
-(LoRA, arXiv 2106.09685); only A and B are trained, so a backward pass needs no gradient of a weight. ``merged`` gives
+(LoRA, arXiv 2106.09685); A and B are trained and W is not, so a backward pass needs no gradient of W. ``merged`` gives
 the sums.
 """
 

@@ -1,9 +1,8 @@
-"""A teacher's distributions on disk: for each token the most likely next tokens, and the probability of all others.
+"""A teacher's distributions on disk: for each token the most likely next tokens, and the probability of the rest.
 
 ``top`` tokens hold nearly all of the probability, and take 6 bytes each instead of 4 bytes for each token of the
-vocabulary. The rest is one more event, so that the divergence from a student counts all of the probability: it is the
-Kullback-Leibler divergence of the distributions after the rest of the vocabulary has become one token, a lower bound
-of the whole.
+vocabulary. The rest is a further event, and the divergence from a student counts all of the probability: the
+Kullback-Leibler divergence after the rest of the vocabulary has become a single token, a lower bound of the whole.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Training of adapters by a teacher's distributions, within a budget of time, resumable.
 
-AdamW on one window a step, in an order drawn anew for each pass over the text. The learning rate rises for a few
+AdamW on a window a step, in an order drawn anew for each pass over the text. The learning rate rises for a few
 steps and falls along half a cosine over the *budget*: the end is reached at the end of the time, however fast the
-machine. Adapters, optimizer and the seconds spent are written once a minute, so a killed run goes on where it stood,
-and a budget is spent once.
+machine. Adapters, optimizer and the seconds spent are written once a minute; a killed run goes on from there, and a
+budget is spent once.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Decoder layers of a graph: where each begins, and the graph without some of them.
+"""Decoder layers of a graph: where each begins, and the graph without some layers.
 
-A layer begins at the norm of its input, the first op that reads a weight with the layer's number. Two forms are
+A layer begins at the norm of the layer's input, the first op on a weight with the layer's number. Two forms are
 known: a norm of the stream, and an ``add_rms_norm`` of the stream and the last result of the layer before. A layer
-hands nothing but the stream to the next, or the layers can't be told apart. The last layer always stays: what follows
-it differs.
+hands nothing but the stream to the next, or the layers can't be told apart. The last layer always stays: other ops
+follow.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Refitting a linear layer whose input channels are cut: the channels that are left take over what they can.
+"""Refitting a linear layer whose input channels are cut: the kept channels take over a part of the removed channels.
 
-With G = mean x x^T over calibration tokens, the weight V [N, k] of the kept channels that comes nearest to the whole
-layer's outputs is a ridge regression, the least ``tr(D G D^T) + penalty ||D||^2``, D the change of the weight with
-all of a removed channel in it. SlimLLM (arXiv 2505.22689) refits output matrices likewise. The penalty is on the
-*change* of the weight, so that few tokens do not let it run away: with an endless penalty nothing is refitted.
+With G = mean x x^T over calibration tokens, the weight V [N, k] of the kept channels nearest to the whole layer's
+outputs is a ridge regression, the least ``tr(D G D^T) + penalty ||D||^2``, D the change of the weight with all of a
+removed channel in D. SlimLLM (arXiv 2505.22689) refits output matrices likewise. The penalty is on the *change* of
+the weight: few tokens can't drive the weight far, and with an endless penalty nothing is refitted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def refitted(weight: Tensor, gram: Tensor, kept: Tensor, damping: float) -> Tensor:
-    """The weight [N, k] of the channels ``kept`` [k] of ``weight`` [N, K] that takes over the other channels.
+    """The weight [N, k] of the channels ``kept`` [k] of ``weight`` [N, K], with the part of the removed channels.
 
     Args:
         gram: the mean of x x^T, [K, K].

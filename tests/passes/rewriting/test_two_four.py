@@ -37,14 +37,15 @@ def test_the_two_largest_of_four_are_kept() -> None:
 
 
 def test_each_way_gives_the_pattern_and_better_ways_less_error() -> None:
-    weight, independent = random(24, 64), random(400, 64) * torch.linspace(0.05, 3, 64)
+    weight, independent = random(24, 64), random(400, 64)
+    independent *= torch.linspace(0.05, 3, 64)[torch.randperm(64, generator=GENERATOR)]
     for x in (independent, correlated(400, 64)):
         hessian = x.T @ x / len(x)
         found = [magnitude(weight), wanda(weight, hessian), sparsegpt(weight, hessian, 0.01)]
         assert all(is_two_four(pruned) and (pruned != 0).sum() == weight.numel() // 2 for pruned in found)
         errors = [error(x, weight, pruned) for pruned in found]
         if x is independent:  # a channel's size tells its weight, and nothing can be corrected
-            assert errors[1] < 0.99 * errors[0] and errors[2] < 1.01 * errors[1]
+            assert errors[1] < 0.9 * errors[0] and errors[2] < 1.1 * errors[1]
         else:
             assert errors[2] < 0.7 * min(errors[:2])
 
