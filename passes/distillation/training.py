@@ -84,7 +84,7 @@ class Training:
         return self.done
 
     def step(self) -> float:
-        """A step on the next window; returns its divergence before the step."""
+        """A step on the next window; returns the divergence before the step."""
         index = self.window(self.done.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate_now()
