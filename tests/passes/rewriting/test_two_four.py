@@ -47,7 +47,7 @@ def test_each_way_gives_the_pattern_and_better_ways_less_error() -> None:
         if x is independent:  # a channel's size tells its weight, and nothing can be corrected
             assert errors[1] < 0.9 * errors[0] and errors[2] < 1.1 * errors[1]
         else:
-            assert errors[2] < 0.7 * min(errors[:2])
+            assert errors[2] < 0.8 * min(errors[:2])
 
 
 def test_sparsegpt_corrects_as_well_as_least_squares_in_the_last_columns() -> None:
