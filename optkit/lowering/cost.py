@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, fx
 
 from optkit.graph import ops, variants
-from optkit.graph.ir import Graph
+from optkit.graph.ir import TWO_FOUR, Graph
 from optkit.graph.ops.operands import Role
 from optkit.graph.ops.record import Work
 from optkit.graph.shapes import Point, infer_shapes
+from optkit.kernels.two_four import STORED
 
 if TYPE_CHECKING:
     from optkit.machine.target import Target
@@ -142,8 +143,10 @@ def embedding(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point:
 
 def linear(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
     weights, activations = traffic(graph, node, values)
-    out, k = values[node], values[ops.weight(node)].shape[1]
-    work = products(2.0 * out.numel() * k, values[ops.activation(node)])
+    out, k, flops = values[node], values[ops.weight(node)].shape[1], 2.0
+    if out.dtype != torch.float32 and node.name in graph.annotations.get(TWO_FOUR, ()):
+        flops, weights = flops / 2, weights * STORED
+    work = products(flops * out.numel() * k, values[ops.activation(node)])
     return Cost(**work, weight_bytes=weights, activation_bytes=activations)
 
 

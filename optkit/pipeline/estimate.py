@@ -85,6 +85,7 @@ def estimate(
     text += sum(min(PASS_TOKENS, tokens) for one in passes if not one.pass_class.exact)
     seconds = 2 * parameters * text / (REACHED * target.fp32_flops) if target.fp32_flops else 0.0
     seconds += 4 * parameters * (3 + len(passes)) / DISK_BYTES_PER_SECOND
+    seconds += sum(60 * getattr(one.config, "minutes", 0.0) for one in passes)  # a budget of training
     return Estimate(parameters, seconds, memory, served, disk)
 
 
