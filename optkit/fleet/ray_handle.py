@@ -20,7 +20,7 @@ from optkit.fleet.channel import ChannelClient, connect
 from optkit.fleet.ray_replica import NAMESPACE, worker_name
 from optkit.fleet.remote_replica import RemoteReplica
 from optkit.fleet.replica import ReplicaGone
-from optkit.fleet.secrets import fleet_secret
+from optkit.fleet.secrets import digest_secret
 
 log = logging.getLogger("optkit.fleet")
 
@@ -76,7 +76,7 @@ class RayMembers:
     """The replicas of the fleet ``name``: the named actors, looked up every ``LIST_SECONDS``."""
 
     def __init__(self, name: str) -> None:
-        self._name, self._secret = name, fleet_secret(name)
+        self._name, self._secret = name, digest_secret(name)
 
     async def changes(self) -> AsyncIterator[Sequence[RemoteReplica]]:
         present: dict[str, RemoteReplica] = {}
