@@ -10,7 +10,7 @@ import ctypes
 import mmap
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -45,14 +45,16 @@ class Watched:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.ranges = [whole_pages(tensor) for tensor in tensors]
+        self.ranges = joined(whole_pages(tensor) for tensor in tensors)
         library = ctypes.CDLL(None, use_errno=True)
         library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         for start, end in self.ranges:  # a flag that the neighbours do not have parts the mapping
-            if end > start and library.madvise(start, end - start, DO_NOT_DUMP):
+            if library.madvise(start, end - start, DO_NOT_DUMP):
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         if self._sum("AnonHugePages"):
             raise RuntimeError("a watched tensor is in large pages")
+        if self._sum("Size") != self.num_bytes:
+            raise RuntimeError("the system did not part the mappings")
 
     def clear(self) -> None:
         """Forget what was read so far."""
@@ -65,7 +67,7 @@ class Watched:
     @property
     def num_bytes(self) -> int:
         """Bytes of all watched pages."""
-        return sum(max(0, end - start) for start, end in self.ranges)
+        return sum(end - start for start, end in self.ranges)
 
     def _sum(self, field: str) -> int:
         return sum(
@@ -80,6 +82,17 @@ def whole_pages(tensor: Tensor) -> tuple[int, int]:
     start = tensor.data_ptr()
     end = start + tensor.numel() * tensor.itemsize
     return -(-start // PAGE) * PAGE, end // PAGE * PAGE
+
+
+def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """``ranges`` in order, neighbours as one, as the system joins mappings that are alike."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        elif end > start:
+            found.append((start, end))
+    return found
 
 
 def mappings(field: str) -> Iterator[tuple[int, int, int]]:

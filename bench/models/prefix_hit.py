@@ -99,8 +99,7 @@ def main(arguments: Sequence[str]) -> int:
 def figure(model_type: str, fields: dict[str, Any], length: int, rounds: int) -> dict[str, Any]:
     """The times in seconds, ratios and counts of a model of ``model_type``."""
     graph = captured(model_type, fields)
-    passes = {name: options for name, options in PASSES.items() if not is_idle(name, fields)}
-    model = executable(changed(graph, passes, present_target("cpu")))
+    model = executable(changed(graph, PASSES, present_target("cpu")))
     if not recurrent_of(model.states):
         raise ValueError(f"{model_type} has no recurrent state")
     engine = engine_of(model, max_num_seqs=2, kv_cache_bytes=256 << 20, max_model_len=2 * length + 256)
@@ -122,11 +121,6 @@ def figure(model_type: str, fields: dict[str, Any], length: int, rounds: int) ->
     row["answers that differ"] = sum(one["differ"] for one in found)
     row["differs from transformers"] = found[0]["answer"] != eager
     return row
-
-
-def is_idle(name: str, fields: dict[str, Any]) -> bool:
-    """True for a pass on attention in a model without."""
-    return name in ("flash_attention", "select_logits_rows") and "num_attention_heads" not in fields
 
 
 def round_of(engine: Engine, prompt: list[int]) -> dict[str, Any]:

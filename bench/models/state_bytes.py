@@ -119,15 +119,18 @@ def memory_of(pools: Any) -> list[Tensor]:
 # -- windows -----------------------------------------------------------------------------------------------
 
 
-def windowed(kind: Kind, length: int) -> dict[str, Any]:
-    """Bytes that a prompt of ``length`` tokens holds with windows, without, and by formula; and the three answers."""
+def windowed(kind: Kind, length: int, step_tokens: int = STEP_TOKENS) -> dict[str, Any]:
+    """Bytes that a prompt of ``length`` tokens holds with windows, without, and by formula; and the three answers.
+
+    ``step_tokens`` are computed in a step; so many tokens are held beside those in the window.
+    """
     model = model_of(kind)
     (prompt,) = random_prompts(1, length, model.vocab_size)
     most = 4 * length * kind.token_bytes
-    held = held_bytes(model, prompt, most, None)
-    full = held_bytes(model, prompt, most, one_group(model.states))
+    held = held_bytes(model, prompt, most, None, step_tokens)
+    full = held_bytes(model, prompt, most, one_group(model.states), step_tokens)
     quarter = int(MOST_SHARE * full["bytes"])
-    scarce = held_bytes(model, prompt, quarter, None)
+    scarce = held_bytes(model, prompt, quarter, None, step_tokens)
     return {
         "model_type": kind.model_type,
         "tokens": held["tokens"],
@@ -142,11 +145,11 @@ def windowed(kind: Kind, length: int) -> dict[str, Any]:
 
 
 def held_bytes(
-    model: Executable, prompt: Sequence[int], num_bytes: int, layout: KVLayout | None
+    model: Executable, prompt: Sequence[int], num_bytes: int, layout: KVLayout | None, step_tokens: int
 ) -> dict[str, Any]:
     """Bytes of the blocks held after the prompt, computed tokens, the answer, and the bytes of the pool."""
     engine = engine_of(
-        model, layout, kv_cache_bytes=num_bytes, block_size=BLOCK, max_num_batched_tokens=STEP_TOKENS,
+        model, layout, kv_cache_bytes=num_bytes, block_size=BLOCK, max_num_batched_tokens=step_tokens,
         max_model_len=len(prompt) + WINDOW_ANSWER, enable_prefix_caching=False, max_num_seqs=2,
     )  # fmt: skip
     memory = pools_of(engine)["KV"]

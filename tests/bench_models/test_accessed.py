@@ -37,3 +37,11 @@ def test_only_whole_pages_of_a_tensor_are_watched() -> None:
     watched.clear()
     int(tensor.sum())
     assert watched.accessed() == 4 * PAGE
+
+
+def test_neighbours_are_one_mapping() -> None:
+    tensor = written(16)
+    watched = Watched([tensor[: 4 * PAGE], tensor[4 * PAGE : 8 * PAGE], tensor[100:200]])
+    watched.clear()
+    int(tensor[2 * PAGE : 6 * PAGE].sum())
+    assert watched.accessed() == 4 * PAGE and watched.num_bytes == 8 * PAGE

@@ -9,7 +9,7 @@ import pytest
 from bench.models import prefix_hit
 from bench.models.kinds import KINDS
 
-SMALL = {"short_convolution": "lfm2", "mamba2": "bamba", "mamba": "mamba"}
+SMALL = {"short_convolution": "lfm2", "mamba": "mamba"}
 
 
 @pytest.mark.parametrize("kind", SMALL)

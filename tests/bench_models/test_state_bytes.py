@@ -10,7 +10,7 @@ from bench.models import state_bytes
 from bench.models.kinds import FULL, KINDS, LOCAL, WINDOWS, kv
 
 
-@pytest.mark.parametrize("name", ["paged_int8", "latent", "gated_delta_rule", "mamba"])
+@pytest.mark.parametrize("name", ["paged_int8", "gated_delta_rule"])
 def test_a_sequence_writes_the_bytes_of_the_formula(name: str) -> None:
     row = state_bytes.written(KINDS[name])
     assert row["KV"] == row["KV by formula"] and row["states"] == row["states by formula"]
@@ -25,8 +25,8 @@ def test_windows_hold_the_bytes_of_the_formula() -> None:
         "sliding_window": 32,
     }
     kind = replace(WINDOWS, fields=fields, token_bytes=kv(6, 1, 32), windows=(*[32] * 5, 0))
-    row = state_bytes.windowed(kind, 700)
-    assert row["tokens"] > 700 and row["full"] > row["held"] == row["held by formula"]
+    row = state_bytes.windowed(kind, 1500, step_tokens=64)
+    assert row["tokens"] > 1500 and row["full"] > row["held"] == row["held by formula"]
     assert row["full"] == row["full by formula"] and row["equal answers"]
 
 
