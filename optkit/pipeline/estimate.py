@@ -128,11 +128,14 @@ def bytes_per_weight(one: ResolvedPass) -> float:
 
 
 def bytes_by_options(one: ResolvedPass, options: Mapping[str, Any]) -> float:
-    """``bytes_per_weight`` of layers with ``options``."""
+    """``bytes_per_weight`` of layers with ``options``, in the layout of the native kernels.
+
+    Each group has 8 bytes: in int8 a scale and the sum of its codes, in 4 bits a scale and a minimum.
+    """
     group = int(options.get("group_size") or 128)
     scheme = str(options.get("scheme") or one.entry.pass_name).lower()
     bits = 4 if "w4" in scheme else 8
-    return bits / 8 + (8 if bits == 4 else 4) / group
+    return bits / 8 + 8 / group
 
 
 def pass_tokens(one: ResolvedPass) -> int:
