@@ -3,8 +3,8 @@
     python -m bench.random_llama DIR --shape 1b --tokenizer MODEL
 
 Shapes are those of Llama 3.2 1B, Llama 3.1 8B and a model of 300M parameters. Weights are normal numbers of deviation
-``0.02``, in bfloat16, in shards of about 1 GB. The tokenizer is that of a directory MODEL; the ids of the vocabulary
-beyond the tokenizer's have no text.
+``0.02``, in bfloat16, in shards of about 1 GB. The tokenizer is that of a directory MODEL, of byte-level BPE; the
+ids of the vocabulary beyond the tokenizer's are words that no text is tokenized to, so that every answer has text.
 """
 
 from __future__ import annotations
@@ -83,6 +83,8 @@ def write_model(directory: Path, shape: str, tokenizer: Path, seed: int = 0) -> 
     for name in TEXTS:
         if (tokenizer / name).is_file():
             shutil.copyfile(tokenizer / name, directory / name)
+    if (directory / "tokenizer.json").is_file():
+        add_words(directory / "tokenizer.json", int(str(config["vocab_size"])))
     placed: dict[str, str] = {}
     shard: dict[str, Tensor] = {}
     total = 0
@@ -101,6 +103,15 @@ def write_model(directory: Path, shape: str, tokenizer: Path, seed: int = 0) -> 
     flush()
     index = {"metadata": {"total_size": total}, "weight_map": placed}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index), "utf-8")
+
+
+def add_words(file: Path, size: int) -> None:
+    """Give each id below ``size`` without an entry in the tokenizer ``file`` a word of its own."""
+    tokenizer = json.loads(file.read_text("utf-8"))
+    vocabulary = tokenizer["model"]["vocab"]
+    known = set(vocabulary.values()) | {token["id"] for token in tokenizer["added_tokens"]}
+    vocabulary |= {f"Ġword{index}": index for index in range(size) if index not in known}
+    file.write_text(json.dumps(tokenizer, ensure_ascii=False), "utf-8")
 
 
 def main() -> int:

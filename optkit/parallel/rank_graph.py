@@ -19,10 +19,9 @@ from optkit.kernels import reference
 from optkit.lowering.compiled.plan import PLAN
 from optkit.parallel.plan import RESHAPES, SPLITS, Action, Planner, RankPlan
 from optkit.parallel.share import Share
-from optkit.parallel.sizes import check_size
+from optkit.parallel.sizes import TENSOR_PARALLEL, check_size
 from optkit.parallel.weights import Part, Parts
 
-TENSOR_PARALLEL = "tensor_parallel"  # in a graph's annotations: the number of ranks
 aten = torch.ops.aten
 ADD = aten.add.Tensor
 BY_COLUMN = (Role.WEIGHT, Role.WEIGHT_SCALE, Role.ZERO)

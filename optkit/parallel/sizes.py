@@ -8,6 +8,8 @@ from optkit.errors import UserError
 from optkit.graph.ir import GraphMeta
 from optkit.graph.schema import MAX_RANKS
 
+TENSOR_PARALLEL = "tensor_parallel"  # in a graph's annotations: the number of ranks
+
 
 def good_sizes(meta: GraphMeta) -> list[int]:
     """The numbers of ranks among which all layers' KV heads are shared out evenly; [1] where ranks can't share."""

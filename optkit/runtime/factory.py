@@ -30,8 +30,7 @@ from optkit.runtime.engine import Engine, RequestFailed
 from optkit.runtime.hidden_graph import hidden_graph
 from optkit.runtime.kv.offload import HostBlockStore, open_store
 from optkit.runtime.kv.windows import most_tokens
-from optkit.runtime.ranks.leader import RankedRunner
-from optkit.runtime.ranks.start import RankZero, for_each_rank, no_embedder, num_ranks, start
+from optkit.runtime.ranks.size import for_each_rank, num_ranks
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.sampling.draft_model import DraftModel
 from optkit.runtime.sampling.proposer import Lengths, NgramProposer, Speculator
@@ -44,6 +43,7 @@ from optkit.runtime.types import EngineRefusal, SamplingParams
 if TYPE_CHECKING:
     from optkit.machine.target import Target
     from optkit.runtime.cuda.device import Device
+    from optkit.runtime.ranks.start import RankZero
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +92,8 @@ def load_engine(artifact_dir: str, options: EngineOptions) -> Engine:
     artifact = Artifact.open(artifact_dir, verify=False)
     zero = None
     if (size := num_ranks(artifact, options)) > 1:
+        from optkit.runtime.ranks.start import start
+
         options = for_each_rank(options, size)
         zero = start(artifact, options, size)
     shared = SharedWeights() if artifact.recipe.target == "cpu" and zero is None else None
@@ -200,11 +202,10 @@ def make_engine(
     ranks.
     """
     if zero is not None:
+        from optkit.runtime.ranks.start import ranked_engine
+
         layout = layout_of(model.states, config.kv_windows)
-        ranked = RankedRunner(zero.model, config.num_blocks, config.block_size, zero.ranks, layout)
-        engine = Engine(ranked, config, store, guesses, cost=cost)
-        engine.alive, engine.make_embedder = zero.ranks.check, no_embedder
-        return engine
+        return ranked_engine(zero, config, layout, store, guesses, cost)
     if gpu is None:
         slots = config.num_state_slots + config.num_checkpoints
         layout = layout_of(model.states, config.kv_windows)

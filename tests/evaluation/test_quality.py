@@ -2,12 +2,14 @@
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from optkit.checkpoint.safetensors_writer import Spill
 from optkit.evaluation.quality import (
     KeptLogits,
     ModuleLogits,
@@ -174,6 +176,28 @@ def test_kept_logits_beyond_the_limit_are_computed_again():
     for _ in range(2):
         assert [rows[0, 0].item() for rows in kept.logits([[1, 2], [3, 4]])] == [1, 9]
     assert source.requests == [[[1, 2], [3, 4]], [[3, 4]]]
+
+
+def resident_bytes(directory):
+    """Bytes in memory of the mapped files below ``directory``, counted by the kernel."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if line[0] in "0123456789abcdef" and "-" in line.split()[0]:
+            inside = str(directory) in line
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) << 10
+    return total
+
+
+def test_kept_logits_on_disk_leave_memory_after_use(tmp_path):
+    token_windows, rows = [[index] * 8 for index in range(3)], (8, 1 << 20)  # 32 MiB a window
+    sources = [torch.full(rows, float(index)) for index in range(3)]
+    kept = KeptLogits(lambda: Fixed(*sources), spill=Spill(tmp_path))
+    for _ in range(2):
+        for index, found in enumerate(kept.logits(token_windows)):
+            assert found.mean() == index
+            assert resident_bytes(tmp_path) <= 33 << 20
+        assert resident_bytes(tmp_path) <= 1 << 20
 
 
 class Uniform:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from optkit.artifact.open import Artifact
+from optkit.checkpoint.safetensors_writer import Spill
 from optkit.lowering.lower import Executable, lower
 from optkit.machine.target import DATASHEETS
-from optkit.passes.base import no_progress
+from optkit.passes.base import Plan, no_progress
 from optkit.pipeline import measurement
 from optkit.pipeline.measurement import Measurement
+from optkit.pipeline.records import PassRecord
 from tests.support.graphs import captured
 from tests.support.small_runs import recipe, run
 from tests.support.target import TARGET
@@ -54,3 +58,39 @@ def test_speed_is_measured_against_pytorchs_attention(
         if "attention" in name
     ]
     assert set(attention) == {"sdpa"}
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_weights_of_earlier_measurements_of_a_large_model_are_freed(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_parts: bool
+) -> None:
+    """Modules of torch.fx are cycles: without a collection their weights stay while the next model is measured."""
+    graph = captured("llama", num_hidden_layers=4)
+    alive: list[weakref.ref[Executable]] = []
+    spill = Spill(tmp_path, least=512)
+    measured = Measurement(source, recipe("passes: {}"), TARGET, no_progress, graph, spill)
+    lower_with_code, measure_short = measurement.lower_with_code, Measurement.measure_short
+
+    def lowering(*args: Any, **options: Any) -> Executable:
+        model = lower_with_code(*args, **options)
+        alive.append(weakref.ref(model))
+        return model
+
+    def measuring(*args: Any) -> Any:
+        times = measure_short(*args)
+        assert not any(reference() for reference in alive)
+        return times
+
+    monkeypatch.setattr(measurement, "lower_with_code", lowering)
+    monkeypatch.setattr(Measurement, "measure_short", measuring)
+    monkeypatch.setattr(Measurement, "fits", lambda *_: not in_parts)
+    gc.disable()
+    try:
+        for _ in range(2):
+            record = PassRecord.planned("x", {}, Plan())
+            model = measured.measure_costs(record, graph, graph.clone())
+            assert [reference() for reference in alive if reference() is not None] == [model]
+            del model
+    finally:
+        gc.enable()
+    assert len(alive) == (2 if in_parts else 4)

@@ -1,25 +1,26 @@
-"""Starting the ranks of an engine: number, processes, and the model of rank 0."""
+"""Starting the ranks of an engine: processes, the model of rank 0, and the engine around it."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 
-import msgspec
 import torch
 
 from optkit.artifact.open import Artifact
-from optkit.errors import UserError
+from optkit.graph.kv_layout import KVLayout
 from optkit.kernels.cpu import native
-from optkit.parallel.rank_graph import TENSOR_PARALLEL
-from optkit.parallel.sizes import check_size
 from optkit.recipe.engine_options import EngineOptions, flag
 from optkit.runtime.embedding import Embedder
-from optkit.runtime.ranks.leader import Ranks
+from optkit.runtime.engine import Engine
+from optkit.runtime.kv.offload import HostBlockStore
+from optkit.runtime.ranks.leader import RankedRunner, Ranks
 from optkit.runtime.ranks.model import RankModel, communicator, load_rank
+from optkit.runtime.ranks.size import OPTION
+from optkit.runtime.sampling.proposer import Speculator
+from optkit.runtime.scheduling.cost_model import CostModel
+from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.types import EngineRefusal
-
-OPTION = "tensor_parallel_size"
 
 
 @dataclass(frozen=True)
@@ -28,42 +29,6 @@ class RankZero:
 
     model: RankModel
     ranks: Ranks
-
-
-def num_ranks(artifact: Artifact, options: EngineOptions) -> int:
-    """The number of processes: the option's, else the artifact's, else 1. Reads no weight.
-
-    Raises:
-        UserError: the model has no so many shares, or the options need a single process.
-    """
-    asked = options.tensor_parallel_size
-    size = asked or noted(artifact)
-    if size == 1:
-        return 1
-    where = flag(OPTION) if asked else str(artifact.directory)
-    check_size(artifact.meta(), size, where)
-    fix = f"{flag(OPTION)} 1"
-    if artifact.recipe.target != "cpu":
-        raise UserError("ranks are served on CPUs alone", where=where, fix=fix)
-    if options.kv_offload_bytes:
-        raise UserError(
-            "ranks do not offload KV", where=flag("kv_offload_bytes"), fix=f"leave it out, or {fix}"
-        )
-    return size
-
-
-def noted(artifact: Artifact) -> int:
-    """The number of ranks in graph.json, which is read only if the recipe names the pass."""
-    named = any(entry.name == TENSOR_PARALLEL for entry in artifact.recipe.entries)
-    return int(artifact.annotations().get(TENSOR_PARALLEL) or 1) if named else 1
-
-
-def for_each_rank(options: EngineOptions, size: int) -> EngineOptions:
-    """``options`` of a rank: a part of the KV cache and of the cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    bytes_of_rank = None if options.kv_cache_bytes is None else max(1, options.kv_cache_bytes // size)
-    threads = options.threads or max(1, cores // size)
-    return msgspec.structs.replace(options, kv_cache_bytes=bytes_of_rank, threads=threads)
 
 
 def start(artifact: Artifact, options: EngineOptions, size: int) -> RankZero:
@@ -96,6 +61,21 @@ def region_file(size: int) -> int:
     fd = shared_memory.new_file(num_bytes)
     os.set_inheritable(fd, True)
     return fd
+
+
+def ranked_engine(
+    zero: RankZero,
+    config: SchedulerConfig,
+    layout: KVLayout,
+    store: HostBlockStore | None,
+    guesses: Speculator | None,
+    cost: CostModel,
+) -> Engine:
+    """The engine of rank 0, which sends each step to the other ranks."""
+    runner = RankedRunner(zero.model, config.num_blocks, config.block_size, zero.ranks, layout)
+    engine = Engine(runner, config, store, guesses, cost=cost)
+    engine.alive, engine.make_embedder = zero.ranks.check, no_embedder
+    return engine
 
 
 def no_embedder() -> Embedder:

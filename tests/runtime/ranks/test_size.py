@@ -11,7 +11,7 @@ from optkit.errors import UserError
 from optkit.graph.ir import GraphMeta
 from optkit.graph.states import KVSpec
 from optkit.recipe.engine_options import EngineOptions
-from optkit.runtime.ranks.start import for_each_rank, num_ranks
+from optkit.runtime.ranks.size import for_each_rank, num_ranks
 
 
 def artifact(noted: int | None = None, heads: int = 3, target: str = "cpu") -> Any:
