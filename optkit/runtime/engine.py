@@ -43,6 +43,7 @@ from optkit.runtime.scheduling.scheduler import Proposer, Result, Scheduler, Sch
 from optkit.runtime.structured.compiler import Grammars
 from optkit.runtime.types import (
     Batch,
+    BlockCopy,
     EngineRefusal,
     EngineRequest,
     EngineStats,
@@ -175,6 +176,9 @@ class Engine:
         if batch.state_copies:
             self.runner.copy_states(batch.state_copies)
         for transfer in batch.transfers:
+            if isinstance(transfer, BlockCopy):
+                self.runner.copy_block(transfer)
+                continue
             try:
                 self._copy(transfer)
             except (OSError, CorruptBlock):
