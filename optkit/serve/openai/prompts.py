@@ -93,7 +93,7 @@ class PromptReader:
         if limits is not None:
             window = limits.rolling_window if window is None else window
             sinks = limits.sink_tokens if sinks is None else sinks
-        if not window:
+        if not window or request.use_beam_search:  # whose beams are prompts, a token longer each time
             return None
         chosen = RollingWindow(window, sinks or 0)
         reason = "there are no rolling windows here" if limits is None else limits.rolling_refusal(chosen)
@@ -224,8 +224,8 @@ class PromptReader:
             asked = min(asked, max(room, 1))
         if room < max(asked or 1, 1):
             raise overflow(longest, param, num_prompt, asked)
-        if longest > self.max_model_len:  # without an own wish an answer ends with the context
-            room = max(self.max_model_len - num_prompt, min(room, self.max_model_len))
+        if longest > self.max_model_len:  # an answer of no stated length ends with the context all the same
+            room = min(room, max(self.max_model_len - num_prompt, 0) or self.max_model_len)
         default = room if isinstance(request, ChatRequest) else min(COMPLETION_TOKENS, room)
         if self.defaults.max_new_tokens is not None:
             default = min(self.defaults.max_new_tokens, room)
