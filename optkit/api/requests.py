@@ -112,6 +112,7 @@ class Requests:
         jobs, deltas = await self._start(request)
         answers = await collect(deltas, len(jobs), lambda delta: None)
         ids, first = jobs[0].request.prompt_ids, answers[0].first
+        forgotten = sum(answer.num_forgotten or 0 for answer in answers)
         if request.is_ranked:
             answers = best(answers, request.num_choices, request.num_returned)
         choices = [self._choice(request, answer, answer.parts) for answer in answers]
@@ -121,6 +122,7 @@ class Requests:
             tuple(choices),
             first.cached_tokens if first else 0,
             ttft(first) if first else 0.0,
+            forgotten,
         )
 
     async def _start(self, request: GenerationRequest) -> tuple[list[ChoiceJob], AsyncGenerator[Delta, None]]:

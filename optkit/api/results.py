@@ -64,6 +64,7 @@ class Completion:
         prompt: the text of the prompt; of messages, the rendered text. Empty for a prompt of token ids.
         cached_tokens: prompt tokens whose KV was in the prefix cache.
         ttft_seconds: time to the first token, from the call on.
+        forgotten_tokens: tokens that the last token of each choice did not see, with a rolling window.
     """
 
     prompt: str
@@ -71,6 +72,7 @@ class Completion:
     choices: tuple[Choice, ...]
     cached_tokens: int = 0
     ttft_seconds: float = 0.0
+    forgotten_tokens: int = 0
 
     @property
     def text(self) -> str:
