@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from optkit.machine.target import Target
 
+Z_975 = 1.959964  # standard errors to each side of a mean: an interval of 95 %
 WINDOW_TOKENS = 512  # of text that quality is measured on, at most
 MEMORY_SHARE = 6  # float weights in memory take up to this part of it
 QUALITY_FLOPS = 2e13  # of the source model in a measurement of quality: some minutes on two cores

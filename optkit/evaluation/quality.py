@@ -220,14 +220,19 @@ def compare_many(
 
 def mean_kl(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
     """KL(reference || candidate) in nats, the mean over all rows of pairs of logits [T, V]."""
-    total, rows = 0.0, 0
-    for reference, candidate in pairs:
-        for start in range(0, len(reference), ROWS):
-            piece = slice(start, start + ROWS)
-            nothing = torch.zeros(len(reference[piece]), dtype=torch.int64)
-            total += float(_compare_rows(nothing, reference[piece], candidate[piece])[2].double().sum())
-        rows += len(reference)
-    return total / rows
+    return float(torch.cat([compare_rows(*pair)[0] for pair in pairs]).double().mean())
+
+
+def compare_rows(reference: Tensor, candidate: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(reference || candidate) in nats, and 1 where the most likely tokens are the same: each [T] float32."""
+    kl, same = [], []
+    for start in range(0, len(reference), ROWS):
+        piece = slice(start, start + ROWS)
+        nothing = torch.zeros(len(reference[piece]), dtype=torch.int64)
+        scores = _compare_rows(nothing, reference[piece], candidate[piece])
+        kl.append(scores[2])
+        same.append(scores[3])
+    return torch.cat(kl), torch.cat(same)
 
 
 # -- scoring ----------------------------------------------------------------------------------------
@@ -276,14 +281,20 @@ def by_position(kl: Sequence[Tensor], same: Sequence[Tensor]) -> tuple[PositionS
 
     A growth with the position points to long contexts: to the KV cache, or to attention.
     """
-    longest, first, last = max(map(len, kl)), 0, FIRST_POSITIONS - 1
     scores = []
-    while first < longest:
+    for first, last in position_ranges(max(map(len, kl))):
         chosen = slice(first, last + 1)
         sides = ([window[chosen] for window in column if len(window) > first] for column in (kl, same))
-        scores.append(PositionScore(first, min(last, longest - 1), *map(mean_estimate, sides)))
-        first, last = last + 1, 2 * last + 1
+        scores.append(PositionScore(first, last, *map(mean_estimate, sides)))
     return tuple(scores)
+
+
+def position_ranges(length: int) -> Iterator[tuple[int, int]]:
+    """(first, last) of the ranges of ``length`` positions."""
+    first, last = 0, FIRST_POSITIONS - 1
+    while first < length:
+        yield first, min(last, length - 1)
+        first, last = last + 1, 2 * last + 1
 
 
 def _pieces(window: Sequence[int], *sides: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -44,11 +44,46 @@ class GreedyEntry(PartSchema):
     lengths: Annotated[list[Count], Field(min_length=1, max_length=1 << 16)]
 
 
-class Quality(PartSchema):
-    """A quality report of a variant."""
+class LongScoreEntry(PartSchema):
+    """Scores of answers about long documents."""
 
-    windows: Count
+    questions: Count
+    logprob: EstimateEntry
+    exact: Annotated[float, Field(ge=0, le=1)]
+    gain: EstimateEntry
+    loss: EstimateEntry | None = None
+    kl: EstimateEntry | None = None
+    agreement: EstimateEntry | None = None
+    reference_exact: Annotated[float, Field(ge=0, le=1)] | None = None
+
+
+class LongTaskEntry(PartSchema):
+    """Scores of a task at a length."""
+
+    task: Annotated[str, Field(max_length=64)]
+    length: Count
+    signal: bool
+    score: LongScoreEntry
+
+
+class LongEntry(PartSchema):
+    """A report on long documents."""
+
+    documents: Count
     tokens: Count
+    loss: EstimateEntry | None = None
+    kl: EstimateEntry | None = None
+    agreement: EstimateEntry | None = None
+    tasks: Annotated[list[LongTaskEntry], Field(max_length=1 << 10)]
+    by_depth: dict[str, LongScoreEntry] = Field(default_factory=dict)
+    positions: list[PositionEntry] = Field(default_factory=list)
+
+
+class Quality(PartSchema):
+    """A quality report of a variant; ``windows`` is 0 where only long documents were scored."""
+
+    windows: Count = 0
+    tokens: Count = 0
     ppl: EstimateEntry | None = None
     reference_ppl: EstimateEntry | None = None
     ln_ppl_ratio: EstimateEntry | None = None
@@ -60,6 +95,7 @@ class Quality(PartSchema):
     top1_agreement: EstimateEntry | None = None
     by_position: list[PositionEntry] = Field(default_factory=list)
     greedy: GreedyEntry | None = None
+    long: LongEntry | None = None
 
 
 @dataclass(frozen=True)
@@ -85,7 +121,7 @@ def read_eval(path: Path) -> Evaluation:
     where = str(path)
     data = without_nan(parse_bounded(read_bounded(path, MAX_EVAL_BYTES), where))
     given = data.get(VARIANTS, {"": data})
-    if not isinstance(given, dict) or not given or ("windows" not in data and VARIANTS not in data):
+    if not isinstance(given, dict) or not given or not {"windows", "long", VARIANTS} & data.keys():
         raise UserError("no result of optkit eval", where=where, fix=FIX)
     variants = {name: check(Quality, item, where, "no result of optkit eval") for name, item in given.items()}
     texts = {key: data[key] for key in ("model", "against") if isinstance(data.get(key), str)}

@@ -68,7 +68,9 @@ class Chain:
             reference, spans = self.measurement.reference, variants.spans(graph)
             self.measurement.predict(whole, reference, graph)
             lowered = self.measurement.measure_costs(whole, reference, graph)
-            self.measurement.measure_quality(whole, lowered, self.final_tokens, spans)
+            self.measurement.measure_quality(
+                whole, lowered, self.final_tokens, spans, long=recipe.accept.max_long_loss is not None
+            )
             return graph, RunRecord(passes, whole.decided("kept", "")).to_dict()
 
         state = self.runner.cache.resume(step, base, work, self.runner.waiting)

@@ -33,6 +33,7 @@ OF_THE_WHOLE = {
     "min_speedup",
     "min_decode_speedup",
     "max_memory_bytes",
+    "max_long_loss",
 }  # bounds of a recipe, not of each pass
 
 
@@ -114,7 +115,8 @@ class PassJudge:
         """Measure ``after``; the widest of the changed variants."""
         tokens = EXACT_TOKENS if self.counts_as_exact(record) else PASS_TOKENS
         changed = list(variants.changed(before, after).items())
-        self.measurement.measure_quality(record, lowered, tokens, dict(changed[-1:]))
+        long = self.accept.max_long_loss is not None
+        self.measurement.measure_quality(record, lowered, tokens, dict(changed[-1:]), long=long)
 
     def fall_back(self, before: Graph, candidate: Graph, record: PassRecord, sites: Collection[str]) -> Graph:
         """Let the most sensitive of ``sites`` fall back to float until the bounds hold; roll back if none do."""

@@ -19,6 +19,10 @@ from torch import Tensor
 from optkit.calibration.samples import calibration_windows
 from optkit.evaluation.kernel_times import KernelTimes
 from optkit.evaluation.limits import WINDOW_TOKENS, most_tokens, weight_limit
+from optkit.evaluation.long.document import Document
+from optkit.evaluation.long.score import KeptAnswers, score_long
+from optkit.evaluation.long.sources import RuntimeAnswers
+from optkit.evaluation.long.tasks import documents
 from optkit.evaluation.quality import KeptLogits, RuntimeLogits, compare_many, evaluation_windows
 from optkit.evaluation.scaled_speed import fitting_terms, lower_terms
 from optkit.evaluation.speed import PairedTimes, measure_pair, measure_sums, workload_points
@@ -34,6 +38,7 @@ from optkit.machine.target import Target
 from optkit.passes.base import PassContext, Progress
 from optkit.pipeline import objective
 from optkit.pipeline.compile_hook import lower_with_code
+from optkit.pipeline.decision import LONG
 from optkit.pipeline.records import PassRecord
 from optkit.recipe.schema import Recipe
 from optkit.text.corpora import load_text
@@ -120,15 +125,26 @@ class Measurement:
             gc.collect()
 
     def measure_quality(
-        self, record: PassRecord, candidate: Executable, tokens: int, variants: Mapping[str, int]
+        self,
+        record: PassRecord,
+        candidate: Executable,
+        tokens: int,
+        variants: Mapping[str, int],
+        *,
+        long: bool = False,
     ) -> None:
         """Write the quality of ``candidate`` into ``record``.
 
-        Quality is measured on ``tokens`` tokens of text, of each of ``variants`` (a step size by name).
+        Quality is measured on ``tokens`` tokens of text, of each of ``variants`` (a step size by name). With ``long``
+        also on long documents, where prompts and answers run in the variants for their sizes, as served.
         """
         tokens = min(tokens, most_tokens(self.reference.num_bytes() / 4))
         self.progress(f"{record.name}: measuring quality on {tokens} tokens")
         record.judged(self.quality(candidate, tokens, variants))
+        if long:
+            found = self.long_quality(record.name, candidate)
+            for report in (record.quality, *record.variants.values()):
+                report[LONG] = found
 
     def lower(self, graph: Graph) -> Executable:
         """``graph`` lowered for the target, with compiled layers; the float weights of a large graph stay on disk."""
@@ -150,6 +166,29 @@ class Measurement:
         reports = compare_many(self.source_logits, candidates, self.windows(tokens))
         return {name: report.to_dict() for name, report in reports.items()}
 
+    def long_quality(self, name: str, candidate: Executable) -> dict[str, Any]:
+        """A report on long documents against the source model (``optkit.evaluation.long``)."""
+        answers = RuntimeAnswers(runtime_logits(candidate, self.recipe.runtime.block_size))
+
+        def progress(text: str) -> None:
+            self.progress(f"{name}: {text}")
+
+        return score_long(answers, self.long_documents, self.source_answers, progress=progress).to_dict()
+
+    @cached_property
+    def long_documents(self) -> list[Document]:
+        """The documents of ``evaluation.long_lengths``, within the context of the model."""
+        from optkit.text.load import load_tokenizer
+
+        most = self.reference.meta.max_model_len
+        lengths = sorted({min(length, most) for length in self.recipe.evaluation.long_lengths})
+        return documents(load_tokenizer(str(self.directory)), lengths)
+
+    @cached_property
+    def source_answers(self) -> KeptAnswers:
+        """Answers of the source model, computed once a run."""
+        return KeptAnswers(lambda: RuntimeAnswers(self.source_runtime()))
+
     @cached_property
     def windows(self) -> Callable[[int], list[list[int]]]:
         """The text as windows of token ids, for a number of tokens; tokenized once a run for each number."""
@@ -167,14 +206,14 @@ class Measurement:
     @cached_property
     def source_logits(self) -> KeptLogits:
         """Logits of the source model, computed once a run."""
+        return KeptLogits(self.source_runtime, spill=self.spill)
 
-        def source() -> RuntimeLogits:
-            self.collect()
-            graph = self.plain_reference()
-            lowered = lower(graph, self.target, dtype=self.dtype, streamed=not self.fits(graph))
-            return plain_logits(lowered, self.recipe.runtime.block_size)
-
-        return KeptLogits(source, spill=self.spill)
+    def source_runtime(self) -> RuntimeLogits:
+        """The source model, lowered; the caller's is the only reference."""
+        self.collect()
+        graph = self.plain_reference()
+        lowered = lower(graph, self.target, dtype=self.dtype, streamed=not self.fits(graph))
+        return plain_logits(lowered, self.recipe.runtime.block_size)
 
     def window_length(self) -> int:
         """Tokens of a window of text: ``WINDOW_TOKENS``, or the context length if shorter."""

@@ -12,6 +12,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from optkit.pipeline.decision import LONG, long_text
 from optkit.pipeline.explain import (
     disturbed_sentence,
     explain,
@@ -80,6 +81,7 @@ def quality_rows(quality: Mapping[str, Any]) -> list[tuple[str, str]]:
         return f"{quality[key]['value']:{spec}} ± {quality[key]['stderr']:.2g}"
 
     ratio = quality["ln_ppl_ratio"]
+    long = quality.get(LONG)
     return [
         ("mean KL divergence, nats", estimate("kl_mean", ".3g")),
         ("99th percentile KL, nats", f"{quality['kl_p99']:.3g}"),
@@ -93,6 +95,7 @@ def quality_rows(quality: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{quality['reference_ppl']['value']:.2f} and {quality['ppl']['value']:.2f}",
         ),
         ("scored positions", f"{quality['tokens']} in {quality['windows']} windows"),
+        *([("loss on long documents, nats a token [95 %]", long_text(long))] if long else []),
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import exp
 
-from optkit.evaluation.saved import EstimateEntry, Evaluation, Quality
+from optkit.evaluation.saved import EstimateEntry, Evaluation, LongEntry, Quality
 from optkit.pages.charts import Series, xy_chart
 from optkit.pages.html import Markup, element, wide_table
 from optkit.pages.numbers import NONE, number, share
@@ -36,7 +36,9 @@ def quality_body(evaluation: Evaluation) -> list[Markup]:
         f"quality, {evaluation.title}",
     )
     charts = grid([position_chart(evaluation), agreement_chart(evaluation), greedy_chart(evaluation)])
-    return [part for part in (element("h3", evaluation.title), table, charts) if part]
+    measured = next((quality.long for quality in evaluation.variants.values() if quality.long), None)
+    long = long_parts(measured) if measured else ()  # of all variants together
+    return [part for part in (element("h3", evaluation.title), table, charts, *long) if part]
 
 
 def quality_table(evaluation: Evaluation) -> Iterator[tuple[str, ...]]:
@@ -62,8 +64,39 @@ def quality_cells(quality: Quality) -> Iterator[tuple[str, str]]:
         "perplexity, over the reference's",
         NONE if value is None or abs(value) > 700 else f"{exp(value):.4f}",
     )
-    yield "scored positions", f"{quality.tokens:,} in {quality.windows:,} windows"
+    yield (
+        "scored positions",
+        f"{quality.tokens:,} in {quality.windows:,} windows" if quality.windows else NONE,
+    )
     yield "equal greedy tokens", greedy_text(quality)
+
+
+def long_parts(long: LongEntry) -> Iterator[Markup]:
+    """The scores of long documents, by task and length; then the divergence by position of plain text."""
+    rows = [
+        (
+            task.task if task.signal else f"{task.task} (no signal)",
+            f"{task.length:,}",
+            estimate_text(task.score.logprob),
+            estimate_text(task.score.gain),
+            share(task.score.exact),
+            estimate_text(task.score.loss),
+            estimate_text(task.score.agreement, percent=True),
+        )
+        for task in long.tasks
+    ]
+    total = ("all with a signal", "", "", "", "", estimate_text(long.loss), estimate_text(long.agreement, percent=True))
+    header = ("task", "tokens", "log p of the answer, nats a token", "gain by the document", "exact", "loss", "agreement")
+    yield wide_table(header, [*rows, total], f"long documents, {long.documents:,} of {long.tokens:,} tokens in all")
+    points = [(middle(s.first, s.last), s.kl.value) for s in long.positions if s.kl.value is not None]
+    if points:
+        yield xy_chart(
+            "KL divergence by position, long text",
+            "position in the window",
+            "KL, nats",
+            [Series("mean", points, 0)],
+            log_x=True,
+        )
 
 
 def estimate_text(entry: EstimateEntry | None, *, percent: bool = False) -> str:

@@ -27,6 +27,19 @@ class EstimateEntry(Shown):
     value: float
 
 
+class PageEstimate(EstimateEntry):
+    """A measured number with its error."""
+
+    stderr: float
+
+
+class LongEntry(Shown):
+    """The shown part of a ``LongReport``."""
+
+    tokens: int
+    loss: PageEstimate | None
+
+
 class LogRatioEntry(Shown):
     """A logarithm whose exponential is a number."""
 
@@ -46,6 +59,7 @@ class QualityEntry(Shown):
     kl_mean: EstimateEntry
     top1_agreement: EstimateEntry
     ln_ppl_ratio: LogRatioEntry
+    long: LongEntry | None = None
 
 
 class TimingEntry(Shown):
@@ -135,12 +149,6 @@ class ReportFile(Shown):
 
 
 # -- what the page shows beyond -----------------------------------------------------------------------------
-
-
-class PageEstimate(EstimateEntry):
-    """A measured number with its error."""
-
-    stderr: float
 
 
 class PageRatio(LogRatioEntry):

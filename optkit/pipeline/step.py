@@ -80,7 +80,8 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
     """The sections of ``recipe`` that decide measurements and decisions."""
     data = recipe.to_data()
     settings = {key: data[key] for key in ("objective", "workload", "runtime", "accept")}
-    return settings | {"text": text_digest(recipe)}
+    long = recipe.evaluation.long_lengths if recipe.bounds_long_loss else ()
+    return settings | {"text": text_digest(recipe), "long": list(long)}
 
 
 def whole_step(

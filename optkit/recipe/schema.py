@@ -176,9 +176,14 @@ class Evaluation(_Section):
 
     Attributes:
         text: ``shipped``, or a UTF-8 text file; no pass should calibrate on the file.
+        long_lengths: tokens of the long documents of ``max_long_loss``.
     """
 
     text: Annotated[str, Field(min_length=1, max_length=4096)] = SHIPPED
+    long_lengths: Annotated[
+        tuple[Annotated[int, Field(ge=512, le=1 << 20)], ...],
+        Field(min_length=1, max_length=8, strict=False),
+    ] = (1024, 4096)
 
 
 class Accept(_Section):
@@ -188,6 +193,7 @@ class Accept(_Section):
         max_kld: mean KL divergence from the source model, in nats.
         min_top1: share of positions with the same most likely token as the source model.
         max_ppl_ratio: perplexity after over perplexity of the source model.
+        max_long_loss: log probability of answers about long documents by the source model, less after, in nats a token.
         min_speedup: measured prefill time before the pass over the time after the pass.
         min_decode_speedup: the same of a decode step.
         max_memory_bytes: memory of the weights after the pass.
@@ -196,6 +202,7 @@ class Accept(_Section):
     max_kld: NotNegative | None = None
     min_top1: Annotated[float, Field(ge=0, le=1)] | None = None
     max_ppl_ratio: Positive | None = None
+    max_long_loss: NotNegative | None = None
     min_speedup: NotNegative | None = None
     min_decode_speedup: NotNegative | None = None
     max_memory_bytes: Bytes | None = None
@@ -289,6 +296,12 @@ class Recipe(_Section):
         """Every pass of the recipe in order, the passes of all candidates included."""
         single = [(((entry,),) if not entry.one_of else entry.one_of) for entry in self.passes]
         return [entry for candidates in single for candidate in candidates for entry in candidate]
+
+    @property
+    def bounds_long_loss(self) -> bool:
+        """True where the recipe, or a pass of it, has a ``max_long_loss``."""
+        bounds = [self.accept, *(entry.accept for entry in self.entries)]
+        return any(accept.max_long_loss is not None for accept in bounds)
 
     @property
     def document(self) -> Document:

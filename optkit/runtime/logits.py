@@ -4,6 +4,9 @@ Two windows share a batch. Their chunks have different lengths, so the batch is 
 does. Their KV blocks interleave. The last ``decode`` tokens of each window run in single steps. So prefill kernels,
 decode kernels and block tables all take part. Pools are reused from pair to pair without clearing: a kernel that
 reads a wrong slot sees stale data, as in a server.
+
+Long contexts need few rows: ``rows`` gives those at some positions of a window, ``branches`` those of several
+continuations of one context, whose KV is computed once.
 """
 
 from __future__ import annotations
@@ -14,10 +17,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from optkit.graph.states import STATE_SLOTS
+from optkit.graph.states import STATE_SLOTS, recurrent_of
 from optkit.runtime.kv.pools import allocate
 
 SEQUENCES = 2  # in a batch
+LONG_CHUNK = 512  # new tokens in a call, where one sequence runs alone
 
 
 class Model(Protocol):
@@ -65,6 +69,62 @@ class RuntimeLogits:
             found += [sequence[-count:].tolist() for sequence in pair]
         return found
 
+    def rows(self, window: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """Logits [len(positions), V] at ascending ``positions`` of a window, in chunks of ``LONG_CHUNK`` tokens."""
+        sequence = torch.tensor(window)
+        tables = self._block_tables([sequence])
+        caches = self._caches(tables.numel())
+        return self._chunks(sequence, tables, caches, 0, LONG_CHUNK, positions)
+
+    def branches(self, context: Sequence[int], branches: Sequence[tuple[Sequence[int], int]]) -> Iterator[Tensor]:
+        """Logits [count, V] at the last ``count`` tokens of each branch, a pair (tokens, count) behind ``context``.
+
+        The context runs in chunks of ``LONG_CHUNK`` tokens, the first tokens of a branch in one call, and its last
+        ``count`` tokens in single steps, as a server decodes. Each branch overwrites the KV of the one before.
+        """
+        longest = max((len(tokens) for tokens, _ in branches), default=0)
+        sequence = torch.tensor([*context, *[0] * longest])
+        tables = self._block_tables([sequence])
+        caches = self._caches(tables.numel())
+        self._chunks(sequence[: len(context)], tables, caches, 0, LONG_CHUNK, ())
+        recurrent = [name for spec in recurrent_of(self.model.states) for name in spec.inputs]
+        kept = {name: caches[name].clone() for name in recurrent}
+        for tokens, count in branches:
+            for name, state in kept.items():
+                caches[name].copy_(state)
+            end = len(context) + len(tokens)
+            sequence[len(context) : end] = torch.tensor(tokens)
+            first = max(len(context), end - count)
+            self._chunks(sequence[:first], tables, caches, len(context), LONG_CHUNK, ())
+            yield self._chunks(sequence[:end], tables, caches, first, 1, range(first, end))
+
+    def _chunks(
+        self,
+        sequence: Tensor,
+        tables: Tensor,
+        caches: dict[str, Tensor],
+        done: int,
+        chunk: int,
+        positions: Sequence[int],
+    ) -> Tensor:
+        """Run ``sequence`` from token ``done`` on; the logits [len(positions), V] at ``positions``."""
+        found = torch.empty(len(positions), self.model.vocab_size)
+        filled = 0
+        while done < len(sequence):
+            take = min(chunk, len(sequence) - done)
+            inputs = self._inputs([sequence], tables, [done], {0: take})
+            wanted = [position - done for position in positions if done <= position < done + take]
+            inputs["logits_index"] = torch.tensor(wanted or [take - 1])
+            rows = self._call(caches, inputs)
+            if wanted:
+                found[filled : filled + len(wanted)] = rows
+            filled, done = filled + len(wanted), done + take
+        return found
+
+    def _call(self, caches: dict[str, Tensor], inputs: dict[str, Tensor]) -> Tensor:
+        rows: Tensor = self.model({name: value.to(self.device) for name, value in inputs.items()} | caches)
+        return rows
+
     def _continue(self, sequences: list[Tensor], known: list[int]) -> None:
         """Write a token behind the ``known`` ones of each sequence, again and again until all are full."""
         tables = self._block_tables(sequences)
@@ -72,8 +132,7 @@ class RuntimeLogits:
         done = [0] * len(sequences)
         while open_ones := [i for i, tokens in enumerate(sequences) if known[i] < len(tokens)]:
             take = {i: min(known[i] - done[i], max(1, self.chunk - 11 * i)) for i in open_ones}
-            inputs = self._inputs(sequences, tables, done, take)
-            rows = self.model({name: value.to(self.device) for name, value in inputs.items()} | caches)
+            rows = self._call(caches, self._inputs(sequences, tables, done, take))
             for i, piece in zip(take, rows.split(list(take.values())), strict=True):
                 done[i] += take[i]
                 if done[i] == known[i]:
@@ -86,8 +145,7 @@ class RuntimeLogits:
         outputs = [torch.empty(len(tokens), self.model.vocab_size) for tokens in sequences]
         done = [0] * len(sequences)
         while take := self._take(sequences, done):
-            inputs = self._inputs(sequences, tables, done, take)
-            rows = self.model({name: value.to(self.device) for name, value in inputs.items()} | caches)
+            rows = self._call(caches, self._inputs(sequences, tables, done, take))
             counts = list(take.values())
             for i, piece in zip(take, rows.split(counts), strict=True):
                 outputs[i][done[i] : done[i] + take[i]] = piece

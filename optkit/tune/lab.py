@@ -24,6 +24,7 @@ from optkit.bench.records import RequestRecord
 from optkit.bench.slo import Load
 from optkit.bench.workload import RequestSchedule, WorkloadConfig
 from optkit.errors import UserError
+from optkit.evaluation.limits import Z_975
 from optkit.recipe.engine_options import engine_options
 from optkit.recipe.schema import Accept, Recipe
 from optkit.runtime.scheduling.config import SchedulerConfig
@@ -38,7 +39,6 @@ CALIBRATION_SECONDS = 60.0  # of a process that measures for 15 s: loading comes
 TAIL = 10.0  # seconds that a run may take longer than its arrivals, at least
 WARM_UPS = 2
 PROBES = ((1, 128, 8, 4), (1, 512, 8, 3), (8, 128, 16, 24))  # (clients, prompt, output, requests) over HTTP
-Z_975 = 1.959964
 
 Run = Callable[[Setting, RequestSchedule, float], list[RequestRecord]]
 
@@ -286,11 +286,12 @@ def quality(whole: Mapping[str, Any] | None, accept: Accept) -> tuple[list[str],
     """
     if not whole or not whole.get("quality"):
         return ["the weights and operators are those of the source model"], []
-    found = whole["quality"]
+    found = whole["quality"] | {"long_loss": (whole["quality"].get("long") or {}).get("loss")}
     lines, crossed = [], []
     for key, name, bound, is_upper in (
         ("kl_mean", "mean KL divergence", accept.max_kld, True),
         ("top1_agreement", "top-1 agreement", accept.min_top1, False),
+        ("long_loss", "long loss", accept.max_long_loss, True),
     ):
         mean = found.get(key)
         if mean is None:
