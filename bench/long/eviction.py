@@ -132,7 +132,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("model")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048])
-    parser.add_argument("--tasks", nargs="+", default=["needle", "multikey", "variables"])
+    parser.add_argument("--tasks", nargs="+", default=["needle", "multikey", "variables", "quote", "qa"])
     parser.add_argument("--count", type=int, default=4, help="documents of each task and length")
     args = parser.parse_args(arguments)
     directory = str(resolve(args.model).directory)
