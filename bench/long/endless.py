@@ -82,7 +82,11 @@ class Answer:
         prompt = tuple(range(1000, 1032))
         engine.add_request(
             EngineRequest(
-                request_id="endless", prompt_ids=prompt, sampling=params, arrival=time.monotonic(), rolling=window
+                request_id="endless",
+                prompt_ids=prompt,
+                sampling=params,
+                arrival=time.monotonic(),
+                rolling=window,
             )
         )
 
@@ -154,7 +158,11 @@ def nll(engine: Engine, ids: Sequence[int], window: RollingWindow | None = None)
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     engine.add_request(
         EngineRequest(
-            request_id="text", prompt_ids=tuple(ids), sampling=params, arrival=time.monotonic(), rolling=window
+            request_id="text",
+            prompt_ids=tuple(ids),
+            sampling=params,
+            arrival=time.monotonic(),
+            rolling=window,
         )
     )
     return [-score for score in itertools.chain.from_iterable(scores(engine))]

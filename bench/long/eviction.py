@@ -75,7 +75,12 @@ def evicted(pairs: Pairs, scores: list[Tensor], share: float) -> Pairs:
         score = score.clone()
         score[:, :SINKS] = score[:, length - RECENT :] = math.inf
         places = score.topk(round(length * share), dim=1).indices.sort(dim=1).values[..., None]
-        kept.append((keys.gather(1, places.expand(-1, -1, keys.shape[2])), values.gather(1, places.expand(-1, -1, values.shape[2]))))
+        kept.append(
+            (
+                keys.gather(1, places.expand(-1, -1, keys.shape[2])),
+                values.gather(1, places.expand(-1, -1, values.shape[2])),
+            )
+        )
     return kept
 
 
@@ -111,7 +116,9 @@ class Reader:
         return bool((logits.argmax(-1) == wanted).all()), float(logits.gather(1, wanted[:, None]).mean())
 
 
-def judged(reader: Reader, found: Sequence[Document]) -> Iterator[tuple[str, str, float, tuple[bool, float], tuple[bool, float]]]:
+def judged(
+    reader: Reader, found: Sequence[Document]
+) -> Iterator[tuple[str, str, float, tuple[bool, float], tuple[bool, float]]]:
     """Task, method, kept share, and the answer with all KV and with what is left, of each question."""
     for document in found:
         pairs, length = reader.read(document.context), len(document.context)
@@ -147,5 +154,6 @@ def main(arguments: Sequence[str]) -> int:
                 score = statistics.fmean(right) if right else math.nan
                 change = statistics.fmean(left[1] - whole[1] for whole, left in mine)
                 missed = "   MISSED" if task == "all" and share == 0.5 and not score >= LEAST else ""
-                print(f"{task:12} {name:18} {share:5.2f} {len(right):6} of {len(mine):4} {score:7.3f} {change:8.3f}{missed}")
+                counts = f"{len(right):6} of {len(mine):4}"
+                print(f"{task:12} {name:18} {share:5.2f} {counts} {score:7.3f} {change:8.3f}{missed}")
     return 0

@@ -132,7 +132,9 @@ def divergences(directory: str, windows: list[list[int]]) -> dict[str, float]:
     return {name: statistics.fmean(values) for name, values in found.items()}
 
 
-def step_seconds(engine: Engine, lengths: Sequence[int], steps: int = 24, rounds: int = 8) -> dict[int, float]:
+def step_seconds(
+    engine: Engine, lengths: Sequence[int], steps: int = 24, rounds: int = 8
+) -> dict[int, float]:
     """The time of a decode step after each of ``lengths`` tokens: the median of rounds in turn."""
     times: dict[int, list[float]] = {length: [] for length in lengths}
     for number in range(rounds):
@@ -172,7 +174,9 @@ def main(arguments: Sequence[str]) -> int:
     ids = load_tokenizer(directory)(load_text("evaluation"), add_special_tokens=False).input_ids
     windows = [ids[at : at + CONTEXT] for at in range(0, args.windows * 20_000, 20_000)]
     kl = divergences(directory, windows)
-    print_numbers({f"TPOT at {CONTEXT} tokens, int8, ms": 1e3 * times[CONTEXT], f"KL, {INT8}": kl[INT8]}, [], 40, ".4f")
+    print_numbers(
+        {f"TPOT at {CONTEXT} tokens, int8, ms": 1e3 * times[CONTEXT], f"KL, {INT8}": kl[INT8]}, [], 40, ".4f"
+    )
     print(f"{'scheme':36} {'KL, nats':>9} {'bytes':>6} {'TPOT at least':>14}")
     for scheme in SCHEMES:
         ratio = times[lengths[scheme.name]] / times[CONTEXT]

@@ -96,8 +96,8 @@ class LoweredVariant:
 class Executable:
     """A lowered graph: a call with the batch inputs of docs/architecture.md returns logits [L, V] float32.
 
-    ``variants`` are the variants by number of tokens (``optkit.graph.variants``), the last for any number. ``keeps_all``
-    is the reason why sequences keep all their tokens, empty where a rolling window may forget some.
+    ``variants`` are the variants by number of tokens (``optkit.graph.variants``), the last for any number.
+    ``keeps_all`` is the reason why sequences keep all their tokens, empty where a rolling window may forget some.
     """
 
     def __init__(self, lowered: Sequence[LoweredVariant], keeps_all: str = "") -> None:

@@ -110,9 +110,9 @@ class SchedulingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     rolling_window: Annotated[
         int,
         about(
-            "Tokens that an answer longer than this still sees, beside the first ones (--sink-tokens): it takes no more "
-            "memory and may go on beyond the model's context. 0: all, up to the context. A request may choose "
-            "otherwise (rolling_window).",
+            "Tokens that a longer answer still sees, beside the first ones (--sink-tokens): it takes no more memory and "
+            "may go on beyond the model's context. 0: all, up to the context. A request may choose otherwise "
+            "(rolling_window).",
             unit="tokens",
             recipe="serving.rolling_window",
             ge=0,
@@ -122,7 +122,8 @@ class SchedulingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     sink_tokens: Annotated[
         int,
         about(
-            "First tokens of the prompt that a rolling window never forgets; models fail without them. At most a block.",
+            "First tokens of a prompt that a rolling window never forgets; models fail without them. At most a "
+            "block.",
             unit="tokens",
             recipe="serving.sink_tokens",
             ge=0,

@@ -435,6 +435,4 @@ def no_check() -> None:
 
 def work_of(batch: Batch) -> list[Work]:
     """The work of each sequence, for an observer."""
-    return [
-        Work(item.num_new, item.request.num_held + item.num_new, len(item.draft)) for item in batch.items
-    ]
+    return [Work(item.num_new, item.request.num_held + item.num_new, len(item.draft)) for item in batch.items]

@@ -146,7 +146,9 @@ def with_sinks(batch: Batch) -> Batch:
     """
     if not any(item.sinks for item in batch.items):
         return batch
-    items = [part for item in batch.items for part in ((sinks_of(item), item) if item.sinks else (item,))]
+    items: list[ScheduledRequest] = []
+    for item in batch.items:
+        items += [sinks_of(item), replace(item, sinks=())] if item.sinks else [item]
     return replace(batch, items=tuple(items))
 
 

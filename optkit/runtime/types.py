@@ -355,7 +355,7 @@ class Request:
         times: times until the first token.
         num_preemptions: number of preemptions.
         matcher: the state of the constraint, for a request with a constraint.
-        rolling: the rule of forgetting; None keeps all tokens.
+        rule: the rule of forgetting; None keeps all tokens.
         num_forgotten: tokens without a place in the block table, whole blocks (``optkit.runtime.kv.rolling``).
         sink_blocks: the block for the sinks while the block table begins with another.
         stale_sinks: the KV of the sinks is to be computed with the next tokens.
@@ -383,7 +383,7 @@ class Request:
     num_preemptions: int = 0
     num_scored: int = 0  # prompt positions with reported logprobs; unchanged by a preemption
     matcher: Matcher | None = None
-    rolling: Rolling | None = None
+    rule: Rolling | None = None
     num_forgotten: int = 0
     sink_blocks: list[int] = field(default_factory=list)
     stale_sinks: bool = False
@@ -418,12 +418,12 @@ class Request:
     @property
     def until_change(self) -> int:
         """The most tokens of a step: up to the next token that sees other tokens forgotten."""
-        return self.rolling.next_change(self.num_computed) - self.num_computed if self.rolling else ALL_TOKENS
+        return self.rule.next_change(self.num_computed) - self.num_computed if self.rule else ALL_TOKENS
 
     @property
     def sinks(self) -> tuple[int, ...]:
         """The tokens to compute anew at the front of the window, in the next step."""
-        return tuple(self.token_ids[: self.rolling.sinks]) if self.stale_sinks and self.rolling else ()
+        return tuple(self.token_ids[: self.rule.sinks]) if self.stale_sinks and self.rule else ()
 
     @property
     def is_prefill_only(self) -> bool:

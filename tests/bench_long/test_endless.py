@@ -15,7 +15,7 @@ OPTIONS = {"max_model_len": 64, "vocab_size": 2048, "num_blocks": 64}
 
 
 class Ids:
-    input_ids = [(7 * i) % 2048 for i in range(400)]
+    input_ids = tuple((7 * i) % 2048 for i in range(400))
 
 
 def engine(*_: Any, **__: Any) -> Engine:
@@ -32,7 +32,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*more: str) -> int:
-    return endless.main(["artifact", "--tokens", "400", "--positions", "300", "--rolling-window", "16", *more])
+    return endless.main(
+        ["artifact", "--tokens", "400", "--positions", "300", "--rolling-window", "16", *more]
+    )
 
 
 @pytest.mark.usefixtures("small")

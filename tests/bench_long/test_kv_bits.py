@@ -43,7 +43,9 @@ def test_the_own_block_of_a_query_is_not_packed_and_float_is_plain_attention() -
     q, k, v = (torch.randn(1, heads, 80, 64, generator=generator) for heads in (4, 2, 2))
     attention = Attention()
     plain = attention(None, q, k, v, None, 0.125)[0]
-    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.125, enable_gqa=True)
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=0.125, enable_gqa=True
+    )
     torch.testing.assert_close(plain, wanted.transpose(1, 2))
     attention.scheme = INT8
     today = attention(None, q, k, v, None, 0.125)[0]

@@ -18,7 +18,7 @@ from optkit.runtime.engine import Engine
 from optkit.runtime.kv.rolling import Rolling, RollingWindow
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.scheduling.scheduler import Proposer, SchedulerConfig
-from optkit.runtime.types import EngineRefusal, EngineRequest, SamplingParams
+from optkit.runtime.types import EngineRefusal, EngineRequest, SamplingParams, TokenOutput
 from tests.runtime.test_captured_model import HalfRight, Poisoned
 from tests.support.architectures import tiny_model
 from tests.support.graphs import apply, captured
@@ -29,16 +29,37 @@ WINDOW = RollingWindow(window=10, sinks=2)
 NEW_TOKENS = 60
 
 
-def engine(model: Executable, num_blocks: int = 60, proposer: Proposer | None = None, **limits: int) -> Engine:
+class Disturbed(Poisoned):
+    """Preempts a few requests, with time between to compute them again."""
+
+    steps = 0
+
+    def step(self) -> list[TokenOutput]:
+        self.steps += 1
+        if self.steps in (20, 50, 51, 100, 160) and self.scheduler.running:
+            self.scheduler.preempt(self.scheduler.running[self.steps % len(self.scheduler.running)])
+        return super().step()
+
+
+def engine(
+    model: Executable,
+    num_blocks: int = 60,
+    proposer: Proposer | None = None,
+    kind: type[Poisoned] = Poisoned,
+    **limits: int,
+) -> Engine:
     sizes = {"max_num_seqs": 5, "max_num_batched_tokens": 17, "max_model_len": CONTEXT, "block_size": BLOCK}
     config = SchedulerConfig(**sizes | limits, num_blocks=num_blocks, keeps_all=model.keeps_all)
-    made = Poisoned(ModelRunner(model, num_blocks, BLOCK), config, None, proposer)
+    made = kind(ModelRunner(model, num_blocks, BLOCK), config, None, proposer)
     made.scheduler.kv.worth_saving = lambda: True
     return made
 
 
 def served(
-    engine: Engine, prompts: list[list[int]], params: list[SamplingParams], window: RollingWindow | None = WINDOW
+    engine: Engine,
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    window: RollingWindow | None = WINDOW,
 ) -> tuple[list[list[int]], list[list[float]], list[int | None]]:
     """Tokens and their logprobs, and the forgotten tokens, of each prompt."""
     names = [f"generate-{number}" for number in range(len(prompts))]
@@ -107,7 +128,9 @@ def test_every_token_has_the_probability_that_transformers_gives_it(name: str) -
         assert len(answer) == NEW_TOKENS and len(prompt) + NEW_TOKENS > CONTEXT
         rule = Rolling.of(WINDOW, BLOCK, len(prompt), CONTEXT)
         ids = [*prompt, *answer]
-        wanted = oracle(reference, ids[:-1], rule)[len(prompt) - 1 :].gather(1, torch.tensor(answer)[:, None])[:, 0]
+        wanted = oracle(reference, ids[:-1], rule)[len(prompt) - 1 :].gather(
+            1, torch.tensor(answer)[:, None]
+        )[:, 0]
         assert (torch.tensor(found) - wanted).abs().max() < 2e-4
         assert lost == rule.forgotten(len(ids) - 2) > 0
 
@@ -124,7 +147,7 @@ def test_the_prompt_of_a_long_answer_is_scored_through_the_window() -> None:
 
 @pytest.mark.parametrize("passes", [("flash_attention",), ("flash_attention", "kv_int8")])
 def test_tokens_are_the_same_alone_and_in_company(passes: tuple[str, ...]) -> None:
-    """Native kernels, float32 and int8 KV: chunks, preemptions, prefix hits, guesses and other requests change nothing."""
+    """Native kernels, float32 and int8 KV: chunks, preemptions, prefix hits, guesses and company change nothing."""
     graph = captured("llama")
     for each in passes:
         apply(graph, each)
@@ -134,7 +157,7 @@ def test_tokens_are_the_same_alone_and_in_company(passes: tuple[str, ...]) -> No
         served(engine(model, max_num_seqs=1, enable_prefix_caching=False), [prompt], [p])[0][0]
         for prompt, p in zip(prompts, params, strict=True)
     ]
-    scarce = engine(model, num_blocks=17)
+    scarce = engine(model, num_blocks=17, kind=Disturbed)
     assert served(scarce, prompts, params)[0] == alone
     assert served(scarce, prompts, params)[0] == alone
     stats = scarce.stats()
@@ -174,7 +197,12 @@ def test_a_continued_answer_is_the_rest_of_the_undisturbed_one() -> None:
     params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.8, seed=3)
     (whole,) = served(engine(model), [prompt], [params])[0]
     request = EngineRequest(
-        request_id="r", prompt_ids=(*prompt, *whole[:41]), sampling=params, arrival=0.0, continued=41, rolling=WINDOW
+        request_id="r",
+        prompt_ids=(*prompt, *whole[:41]),
+        sampling=params,
+        arrival=0.0,
+        continued=41,
+        rolling=WINDOW,
     )
     other, rest = engine(model), list[int]()
     other.add_request(request)
@@ -188,7 +216,9 @@ def test_kv_blocks_stay_constant_after_the_window_is_full() -> None:
     model = lower(captured("llama"))
     made, used = engine(model), list[int]()
     params = SamplingParams(max_tokens=400, temperature=0.0)
-    made.add_request(EngineRequest(request_id="r", prompt_ids=(5,), sampling=params, arrival=0.0, rolling=WINDOW))
+    made.add_request(
+        EngineRequest(request_id="r", prompt_ids=(5,), sampling=params, arrival=0.0, rolling=WINDOW)
+    )
     while made.has_work:
         made.step()
         used.append(made.stats().kv_blocks_used)
@@ -213,7 +243,12 @@ def test_models_that_need_all_tokens_are_refused_in_a_line(name: str, reason: st
     )
     with pytest.raises(ValueError, match="can't forget tokens"):
         SchedulerConfig(
-            max_num_seqs=2, max_model_len=64, block_size=4, num_blocks=40, keeps_all=model.keeps_all, rolling_window=8
+            max_num_seqs=2,
+            max_model_len=64,
+            block_size=4,
+            num_blocks=40,
+            keeps_all=model.keeps_all,
+            rolling_window=8,
         )
     assert "can't forget" in (config.refusal(5, 5, WINDOW) or "")
 

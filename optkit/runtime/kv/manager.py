@@ -130,23 +130,23 @@ class KVManager:
 
         False where a window has left blocks that stay with others, and there are no others.
         """
-        takes = self.tables.windowed or request.rolling
+        takes = self.tables.windowed or request.rule
         return not takes or self.grow(request, num_tokens, num_tokens)
 
     def rolls(self, request: Request) -> bool:
         """True where the next token of ``request`` does not see all tokens with a place."""
-        rolling = request.rolling
-        return rolling is not None and rolling.forgotten(request.num_computed) > request.num_forgotten
+        rule = request.rule
+        return rule is not None and rule.forgotten(request.num_computed) > request.num_forgotten
 
     def roll(self, request: Request) -> None:
         """Forget the tokens of ``request`` that the next token does not see, before the next step.
 
         Published blocks stay cached. Blocks with a token that has forgotten others are never published.
         """
-        if request.rolling is None or not self.rolls(request):
+        if request.rule is None or not self.rolls(request):
             return
         request.sealed = True
-        copy = self.tables.roll(request, request.rolling.forgotten(request.num_computed))
+        copy = self.tables.roll(request, request.rule.forgotten(request.num_computed))
         if copy is not None:
             self._transfers.append(copy)
 
@@ -357,7 +357,7 @@ class KVManager:
         salt, size = request.received.cache_salt, self.block_size
         nodes: list[Node] = []
         digests = self.cache.digests(salt, request.token_ids, request.digests)
-        most = request.rolling.num_exact if request.rolling else ALL_TOKENS  # later tokens have forgotten others
+        most = request.rule.num_exact if request.rule else ALL_TOKENS  # later tokens have forgotten others
         for i in range((min(len(request.token_ids), most) - 1) // size):
             tokens = tuple(request.token_ids[i * size : (i + 1) * size])
             node = self._next(nodes, salt, digests[i], tokens)
@@ -397,7 +397,7 @@ class KVManager:
         """True where ``request`` fits with the prefix ``hits``, and leaves ``spare`` blocks of each group."""
         present = [[kv.block for kv in kvs if kv.block is not None] for kvs in self._wanted(hits)]
         most = self.tables.most_blocks(self.tables.admitted_tokens(request), len(hits) * self.block_size)
-        own = int(request.rolling is not None and request.rolling.sinks > 0)
+        own = int(request.rule is not None and request.rule.sinks > 0)
         need = own + sum(max(0, count - len(blocks)) for count, blocks in zip(most, present, strict=True))
         idle = sum(self.blocks.is_cached(block) for blocks in present for block in blocks)
         return need + idle + spare * len(most) <= self.blocks.num_available

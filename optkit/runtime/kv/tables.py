@@ -50,7 +50,7 @@ class BlockTables:
     def admitted_tokens(self, request: Request) -> int:
         """Tokens of ``request`` with blocks from the admission on."""
         known = len(request.token_ids)
-        return min(known, request.rolling.num_exact) if request.rolling else known
+        return min(known, request.rule.num_exact) if request.rule else known
 
     def open(self, request: Request, num_cached: int) -> None:
         """Give ``request`` tables without blocks, from the first block read after a prefix of ``num_cached`` on."""
@@ -60,7 +60,7 @@ class BlockTables:
     def admit(self, request: Request, expected_tokens: int) -> None:
         """Allocate and reserve the blocks of all tokens of ``request``, of which there are enough."""
         request.num_admitted = self.admitted_tokens(request)
-        if request.rolling and request.rolling.sinks:
+        if request.rule and request.rule.sinks:
             fits = self.blocks.extend(request.sink_blocks, self.blocks.block_size)
             assert fits, "a block that was counted is gone"
         for group in self.unlimited:
@@ -114,11 +114,11 @@ class BlockTables:
         Returns:
             The copy that makes the block of the sinks, all but the sinks; None without sinks.
         """
-        assert request.rolling is not None
+        assert request.rule is not None
         count = (num_forgotten - request.num_forgotten) // self.blocks.block_size
         (table,), copy = request.block_tables, None
         request.num_forgotten = num_forgotten
-        if request.rolling.sinks:
+        if request.rule.sinks:
             first = [] if request.sink_blocks else table[:1]  # the block of the sinks from the second time on
             copy = BlockCopy(table[count], (first or request.sink_blocks)[0])
             dropped = table[len(first) : count + 1]
@@ -133,7 +133,7 @@ class BlockTables:
 
     def _full_window(self, request: Request) -> int:
         """The blocks that ``request`` keeps once tokens are forgotten."""
-        return self.blocks.blocks_for(request.rolling.most_seen) if request.rolling else 0
+        return self.blocks.blocks_for(request.rule.most_seen) if request.rule else 0
 
     def free(self, request: Request) -> None:
         """Free all blocks of ``request``, the reserved blocks, too."""

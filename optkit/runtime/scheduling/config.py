@@ -121,7 +121,10 @@ class SchedulerConfig(SchedulingOptions, frozen=True, kw_only=True, forbid_unkno
 
     def blocks_needed(self, num_prompt: int, max_tokens: int, chosen: RollingWindow | None = None) -> int:
         """The most blocks that a request holds at once."""
-        need, sinks = self.final_length(num_prompt, max_tokens, chosen) - 1, 0  # the last token is never computed
+        need, sinks = (
+            self.final_length(num_prompt, max_tokens, chosen) - 1,
+            0,
+        )  # the last token is never computed
         if rule := self.rule(chosen, num_prompt):
             need, sinks = min(need, rule.num_exact), min(rule.sinks, 1)
         return most_blocks(self.kv_windows, need, self.tokens_in_flight, self.block_size) + sinks

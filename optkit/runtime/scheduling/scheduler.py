@@ -147,7 +147,7 @@ class Scheduler:
             raise EngineRefusal(reason)
         token_ids = [*received.prompt_ids, *[ANYTHING] * background]
         rule = self.config.rule(received.rolling, received.num_prompt)
-        request = Request(received, token_ids, matcher=matcher, rolling=rule)
+        request = Request(received, token_ids, matcher=matcher, rule=rule)
         if reason := self.background.refusal(request):
             raise EngineRefusal(reason)
         request.times.queued = self.clock()
@@ -546,9 +546,10 @@ class Scheduler:
             self.kv.publish(request)  # the next turn of a conversation begins with this answer
         del self._requests[request.request_id]
         (self.running if request in self.running else self.waiting).remove(request)
+        output = self._output(request, token_ids, reason, error, stop_token)
         self.kv.release(request)
         self.drafts.finished(request)
-        return self._output(request, token_ids, reason, error, stop_token)
+        return output
 
     def _output(
         self,
@@ -570,7 +571,7 @@ class Scheduler:
             first=first,
             stop_token=stop_token,
             num_preemptions=request.num_preemptions,
-            num_forgotten=request.rolling and request.num_forgotten,
+            num_forgotten=request.rule and request.num_forgotten,
         )
 
     def _refuse_late(self, request: Request, work: int) -> None:

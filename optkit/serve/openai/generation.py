@@ -188,7 +188,15 @@ class ChoiceStream:
         stop = self._stops.matched
         forgotten = self._forgotten
         return Delta(
-            self._job.index, text, num_tokens, finish, logprobs, first, ids, stop=stop, num_forgotten=forgotten
+            self._job.index,
+            text,
+            num_tokens,
+            finish,
+            logprobs,
+            first,
+            ids,
+            stop=stop,
+            num_forgotten=forgotten,
         )
 
     def _text(self, output: TokenOutput, num_tokens: int) -> tuple[str, FinishReason | None]:

@@ -145,7 +145,9 @@ class PromptReader:
             raise ApiError("the prompt is empty", param=param, code="empty_prompt")
         longest = self.longest(request)
         if len(text) > longest and request.truncate_prompt_tokens is None:
-            self._refuse_hopeless(text, param, longest)  # a shorter text has too few characters to be too long
+            self._refuse_hopeless(
+                text, param, longest
+            )  # a shorter text has too few characters to be too long
         ids = await self.token_ids(text, special)
         if not ids:
             raise ApiError("the prompt is empty", param=param, code="empty_prompt")
