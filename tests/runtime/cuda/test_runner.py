@@ -113,7 +113,7 @@ def test_answers_beyond_the_context_are_those_of_the_plain_engine() -> None:
     params = [SamplingParams(max_tokens=100, temperature=1.0, seed=seed) for seed in range(4)]
     window = RollingWindow(24, 3)
     assert served(ahead, asked, params, window)[0] == served(plain, asked, params, window)[0]
-    assert ahead.stats().graph_replays > 300
+    assert ahead.stats().graph_replays > 100
 
 
 def test_stop_tokens_are_seen_a_step_late_and_cost_nothing_but_that() -> None:
