@@ -36,7 +36,7 @@ Pairs = list[tuple[Tensor, Tensor]]  # keys and values [Hkv, T, D] of each layer
 
 
 def key_difference(keys: Tensor) -> Tensor:
-    """How unlike each key [Hkv, T, D] is the mean key: less the cosine, [Hkv, T]."""
+    """The distance of each key [Hkv, T, D] from the mean direction: less the cosine, [Hkv, T]."""
     unit = torch.nn.functional.normalize(keys, dim=-1)
     return -torch.nn.functional.cosine_similarity(unit, unit.mean(1, keepdim=True), dim=-1)
 
