@@ -45,7 +45,7 @@ def engine(
     model: Executable,
     num_blocks: int = 60,
     proposer: Proposer | None = None,
-    kind: type[Poisoned] = Poisoned,
+    kind: type[Engine] = Poisoned,
     **limits: int,
 ) -> Engine:
     sizes = {"max_num_seqs": 5, "max_num_batched_tokens": 17, "max_model_len": CONTEXT, "block_size": BLOCK}

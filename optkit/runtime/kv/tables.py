@@ -108,8 +108,8 @@ class BlockTables:
     def roll(self, request: Request, num_forgotten: int) -> BlockCopy | None:
         """Give the first blocks of ``request`` back, so that ``num_forgotten`` tokens have no place any more.
 
-        Blocks of nobody else are taken for the next tokens, up to those of a full window. So a request has the same
-        memory from then on.
+        The request takes the blocks of a full window for the next tokens, as far as there is room: those given back, if
+        nobody else needs them. So the memory of a request is the same from then on.
 
         Returns:
             The copy that makes the block of the sinks, all but the sinks; None without sinks.
@@ -126,9 +126,11 @@ class BlockTables:
             request.stale_sinks = True
         else:
             dropped, table[:count] = table[:count], []
-        while dropped and len(table) < self._full_window(request) and self.blocks.is_private(dropped[-1]):
+        full = self._full_window(request)
+        while dropped and len(table) < full and self.blocks.is_private(dropped[-1]):
             table.append(dropped.pop())
         self.blocks.free(dropped)
+        self.blocks.extend(table, full * self.blocks.block_size)  # dropped blocks may stay with others
         return copy
 
     def _full_window(self, request: Request) -> int:
