@@ -110,9 +110,9 @@ class SchedulingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     rolling_window: Annotated[
         int,
         about(
-            "Tokens that a longer answer still sees, beside the first ones (--sink-tokens): it takes no more memory and "
-            "may go on beyond the model's context. 0: all, up to the context. A request may choose otherwise "
-            "(rolling_window).",
+            "Tokens that a longer answer still sees, beside the first ones (--sink-tokens). Such an answer takes no "
+            "more memory and may go on beyond the model's context. 0: all, up to the context. A request may choose "
+            "otherwise (rolling_window).",
             unit="tokens",
             recipe="serving.rolling_window",
             ge=0,
