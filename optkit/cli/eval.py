@@ -106,7 +106,9 @@ def eval_command(
     if lengths is not None and not long:
         raise UserError("needs --long", where="--lengths")
     if long and text is not None:
-        raise UserError("the text of long documents is shipped", where="--text", fix="leave out --text or --long")
+        raise UserError(
+            "the text of long documents is shipped", where="--text", fix="leave out --text or --long"
+        )
     with console.spinner("loading") as progress:
         from optkit.evaluation.text import read_text
 
@@ -225,9 +227,7 @@ def _long(
         candidate, most = answer_source(own), context_of(own)
         tokenizer = _tokenizer(directory, source if opened is not None else directory)
         most = min(most, context_of(opened)) if opened is not None else most
-    found = long_report(
-        candidate, reference, tokenizer, parse_lengths(lengths, most), documents, progress
-    )
+    found = long_report(candidate, reference, tokenizer, parse_lengths(lengths, most), documents, progress)
     return {"long": found.to_dict()}, [*tables(found), table([(summary(found), "")])]
 
 

@@ -48,7 +48,7 @@ def long_report(
     count: int,
     progress: Callable[[str], None],
 ) -> LongReport:
-    """Scores of ``candidate``, an ``AnswerSource``, against ``reference``; then KL by position, where both have rows."""
+    """Scores of ``candidate``, an ``AnswerSource``, against ``reference``; KL by position where both have rows."""
     from dataclasses import replace
 
     from optkit.evaluation.long.positions import kl_by_position

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from optkit.errors import UserError
 from optkit.json_names import JSON_NAMES
@@ -96,6 +96,13 @@ class Quality(PartSchema):
     by_position: list[PositionEntry] = Field(default_factory=list)
     greedy: GreedyEntry | None = None
     long: LongEntry | None = None
+
+    @model_validator(mode="after")
+    def has_scores(self) -> Self:
+        """Check that text or long documents were scored."""
+        if self.long is None and not {"windows", "tokens"} <= self.model_fields_set:
+            raise ValueError("neither windows and tokens nor long documents")
+        return self
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from optkit.artifact import staging
 from optkit.checkpoint.locate import ModelSource, resolve
 from optkit.checkpoint.validate import validate_checkpoint
 from optkit.evaluation.limits import FINAL_TOKENS
+from optkit.evaluation.long.check import check_long
 from optkit.evaluation.text import check_text
 from optkit.graph.ir import Graph
 from optkit.machine.present import present_target
@@ -138,6 +139,7 @@ def optimize(
     source = resolve(model, progress).with_adapters(adapters)
     info = validate_checkpoint(source.directory)
     check_text(recipe, source.directory)
+    check_long(recipe, source.directory, info.config.get("max_position_embeddings"))
     check_prompts(resolved, source.directory)
     target = present_target(recipe.target, where=f"recipe {recipe.name}")
     if target.kind == "cpu":

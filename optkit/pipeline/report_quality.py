@@ -85,9 +85,27 @@ def long_parts(long: LongEntry) -> Iterator[Markup]:
         )
         for task in long.tasks
     ]
-    total = ("all with a signal", "", "", "", "", estimate_text(long.loss), estimate_text(long.agreement, percent=True))
-    header = ("task", "tokens", "log p of the answer, nats a token", "gain by the document", "exact", "loss", "agreement")
-    yield wide_table(header, [*rows, total], f"long documents, {long.documents:,} of {long.tokens:,} tokens in all")
+    total = (
+        "all with a signal",
+        "",
+        "",
+        "",
+        "",
+        estimate_text(long.loss),
+        estimate_text(long.agreement, percent=True),
+    )
+    header = (
+        "task",
+        "tokens",
+        "log p of the answer, nats a token",
+        "gain by the document",
+        "exact",
+        "loss",
+        "agreement",
+    )
+    yield wide_table(
+        header, [*rows, total], f"long documents, {long.documents:,} of {long.tokens:,} tokens in all"
+    )
     points = [(middle(s.first, s.last), s.kl.value) for s in long.positions if s.kl.value is not None]
     if points:
         yield xy_chart(

@@ -21,7 +21,7 @@ from optkit.graph.states import STATE_SLOTS, recurrent_of
 from optkit.runtime.kv.pools import allocate
 
 SEQUENCES = 2  # in a batch
-LONG_CHUNK = 512  # new tokens in a call, where one sequence runs alone
+LONG_CHUNK = 512
 
 
 class Model(Protocol):
@@ -42,9 +42,18 @@ class RuntimeLogits:
         block_size: tokens in a KV block.
         chunk: new tokens of a sequence in a call; fewer for the second sequence.
         decode: tokens at the end of each window, run in single steps.
+        long_chunk: new tokens in a call of ``rows`` and ``branches``, where one sequence runs alone.
     """
 
-    def __init__(self, model: Model, block_size: int = 16, chunk: int = 128, decode: int = 8) -> None:
+    def __init__(
+        self,
+        model: Model,
+        block_size: int = 16,
+        chunk: int = 128,
+        decode: int = 8,
+        long_chunk: int = LONG_CHUNK,
+    ) -> None:
+        self.long_chunk = long_chunk
         self.model, self.block_size, self.chunk, self.decode = model, block_size, chunk, decode
         self.device = getattr(model, "device", torch.device("cpu"))
         self._pools: tuple[int, dict[str, Tensor]] = (0, {})
@@ -70,23 +79,25 @@ class RuntimeLogits:
         return found
 
     def rows(self, window: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """Logits [len(positions), V] at ascending ``positions`` of a window, in chunks of ``LONG_CHUNK`` tokens."""
+        """Logits [len(positions), V] at ascending ``positions`` of a window."""
         sequence = torch.tensor(window)
         tables = self._block_tables([sequence])
         caches = self._caches(tables.numel())
-        return self._chunks(sequence, tables, caches, 0, LONG_CHUNK, positions)
+        return self._chunks(sequence, tables, caches, 0, self.long_chunk, positions)
 
-    def branches(self, context: Sequence[int], branches: Sequence[tuple[Sequence[int], int]]) -> Iterator[Tensor]:
+    def branches(
+        self, context: Sequence[int], branches: Sequence[tuple[Sequence[int], int]]
+    ) -> Iterator[Tensor]:
         """Logits [count, V] at the last ``count`` tokens of each branch, a pair (tokens, count) behind ``context``.
 
-        The context runs in chunks of ``LONG_CHUNK`` tokens, the first tokens of a branch in one call, and its last
-        ``count`` tokens in single steps, as a server decodes. Each branch overwrites the KV of the one before.
+        The context and the first tokens of a branch run in chunks, the last ``count`` tokens of a branch in single
+        steps, as a server decodes. Each branch overwrites the KV of the one before.
         """
         longest = max((len(tokens) for tokens, _ in branches), default=0)
         sequence = torch.tensor([*context, *[0] * longest])
         tables = self._block_tables([sequence])
         caches = self._caches(tables.numel())
-        self._chunks(sequence[: len(context)], tables, caches, 0, LONG_CHUNK, ())
+        self._chunks(sequence[: len(context)], tables, caches, 0, self.long_chunk, ())
         recurrent = [name for spec in recurrent_of(self.model.states) for name in spec.inputs]
         kept = {name: caches[name].clone() for name in recurrent}
         for tokens, count in branches:
@@ -95,7 +106,7 @@ class RuntimeLogits:
             end = len(context) + len(tokens)
             sequence[len(context) : end] = torch.tensor(tokens)
             first = max(len(context), end - count)
-            self._chunks(sequence[:first], tables, caches, len(context), LONG_CHUNK, ())
+            self._chunks(sequence[:first], tables, caches, len(context), self.long_chunk, ())
             yield self._chunks(sequence[:end], tables, caches, first, 1, range(first, end))
 
     def _chunks(

@@ -31,6 +31,8 @@ def test_an_evaluation_is_read_with_and_without_variants(tmp_path: Path) -> None
         '{"forms": {}}',
         '{"forms": []}',
         '{"windows": "2", "tokens": 1}',
+        '{"long": {}}',
+        '{"long": 3}',
         '{"forms": {"a": {}}}',
         "[]",
         "x",

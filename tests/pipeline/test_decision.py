@@ -51,6 +51,28 @@ def test_nan_meets_no_bound(field: str) -> None:
     assert "nan" in reason
 
 
+LONG = {"tokens": 36800, "loss": {"value": 0.2, "stderr": 0.05}}
+
+
+def test_a_loss_on_long_documents_is_judged_with_its_tokens_and_interval() -> None:
+    record = int8_record(quality=quality() | {"long": LONG})
+    evidence = Evidence.of(record)
+    assert evidence.long_loss == 0.2
+    text = "long loss 0.2 [0.1, 0.3] nats on 36,800 tokens"
+    assert decide(Accept(max_long_loss=0.1), evidence) == (False, f"{text} is above 0.1")
+    kept, reason = decide(Accept(max_long_loss=0.2), evidence)
+    assert kept and reason.endswith(text)
+
+
+def test_a_long_loss_that_was_not_measured_meets_no_bound() -> None:
+    bound = Accept(max_long_loss=9.0)
+    assert decide(bound, EVIDENCE) == (False, "long loss not measured is above 9")
+    unknown = Evidence.of(int8_record(quality=quality() | {"long": {"tokens": 900, "loss": None}}))
+    kept, reason = decide(bound, unknown)
+    assert not kept and "the source model answers no task" in reason
+    assert decide(Accept(), unknown)[0]
+
+
 def test_every_missed_bound_is_named() -> None:
     bad = Evidence(kld=1.0, top1=0.1, ppl_ratio=9.0, speedup=0.5, decode_speedup=0.5, memory_bytes=5000)
     kept, reason = decide(AT_THE_LIMIT, bad)

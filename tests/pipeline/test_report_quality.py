@@ -35,6 +35,24 @@ def test_charts_need_their_numbers() -> None:
     ParsedPage(shown)
 
 
+def test_long_documents_are_a_table_and_a_chart() -> None:
+    loss = {"value": 0.25, "stderr": 0.01}
+    score = {"questions": 4, "logprob": {"value": -0.5}, "exact": 0.75, "gain": {"value": 2.0}, "loss": loss}
+    long = {
+        "documents": 2,
+        "tokens": 2000,
+        "loss": loss,
+        "tasks": [
+            {"task": "needle", "length": 1024, "signal": True, "score": score},
+            {"task": "qa", "length": 1024, "signal": False, "score": score},
+        ],
+        "positions": [{"first": 0, "last": 15, "kl": {"value": 0.1}, "top1_agreement": {"value": 0.9}}],
+    }
+    shown = "".join(quality_section([evaluation(long=long)]).body)
+    ParsedPage(shown)
+    assert "0.25 ± 0.01" in shown and "qa (no signal)" in shown and shown.count("<svg") == 1
+
+
 def test_greedy_text() -> None:
     quality_of = evaluation(greedy={"prompt_tokens": 8, "tokens": 4, "lengths": [4, 0, 2, 1]}).variants[""]
     assert greedy_text(quality_of) == "median 1.5 of 4, 1 of 4 without a difference"

@@ -24,6 +24,25 @@ def test_logits_of_windows_are_those_of_the_model(lengths: tuple[int, ...]) -> N
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
+def test_branches_of_a_context_run_its_tokens_once_and_their_ends_in_single_steps() -> None:
+    model, sizes = lower(captured("llama")), []
+
+    class Counted:
+        states, vocab_size, max_model_len = model.states, model.vocab_size, model.max_model_len
+
+        def __call__(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+            sizes.append(inputs["query_start"].diff().tolist())
+            return model(inputs)
+
+    context, first, second = (ids.tolist() for ids in random_ids((37, 6, 4)))
+    found = list(RuntimeLogits(Counted(), block_size=4).branches(context, [(first, 2), (second, 4)]))
+    assert sizes == [[37], [4], *[[1]] * 6]
+    for tokens, logits in zip((first, second), found, strict=True):
+        with torch.no_grad():
+            whole = tiny_model("llama")(input_ids=torch.tensor([context + tokens]), use_cache=False).logits[0]
+        torch.testing.assert_close(logits, whole[-len(logits) :], atol=1e-4, rtol=1e-4)
+
+
 def test_windows_of_a_pair_run_in_ragged_chunks_and_end_in_single_steps() -> None:
     sizes = []
 

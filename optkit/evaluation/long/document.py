@@ -1,8 +1,8 @@
-"""A long document with questions about it, assembled to an exact number of tokens.
+"""A long document with questions, assembled to an exact number of tokens.
 
-A document is a context that several questions share, so one prefill serves them all, and a policy that selects or
-evicts KV works on the context before a question is known. Pieces of text are tokenized one by one; each piece ends
-with a line break. So a document has exactly the wanted tokens, for any tokenizer.
+Several questions share the context of a document: one prefill serves all, and a policy that selects or evicts KV works
+before a question is known. Pieces of text are tokenized one by one, and each piece ends with a line break. So a
+document has exactly the wanted tokens, with any tokenizer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from optkit.errors import UserError
 
 @dataclass(frozen=True)
 class Question:
-    """Token ids of a question and of its true answer; ``depth`` of the evidence, 0 at the beginning, 1 at the end.
+    """Token ids of a question and of the true answer; ``depth`` of the evidence, 0 at the beginning, 1 at the end.
 
     ``depth`` is None where the evidence is spread over the whole document.
     """
@@ -29,7 +29,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids of a context, and its questions; context, question and answer have at most ``length`` tokens."""
+    """Token ids of a context and of the questions; context, question and answer have at most ``length`` tokens."""
 
     task: str
     length: int
@@ -39,7 +39,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Asked:
-    """Texts of a question and of its answer; ``evidence`` is put into the context at ``depth``."""
+    """Texts of a question and of the answer; ``evidence`` is put into the context at ``depth``."""
 
     question: str
     answer: str
@@ -109,7 +109,7 @@ class Assembler:
 def _woven(
     pieces: Sequence[tuple[int, ...]], evidence: Sequence[tuple[float, tuple[int, ...]]]
 ) -> Iterator[tuple[int, ...]]:
-    """``pieces`` in order, with each evidence before the piece at its depth."""
+    """``pieces`` in order, with each evidence before the piece at the same depth."""
     total, done = sum(map(len, pieces)), 0
     waiting = sorted(evidence, key=lambda one: one[0])
     for piece in pieces:

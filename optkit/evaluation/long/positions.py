@@ -1,7 +1,7 @@
 """KL divergence by position, up to the end of a long context.
 
 The logits of 8,192 positions of a vocabulary of 49,152 are 1.6 GB. So only some positions of each range are scored, the
-same ones on both sides.
+same positions on both sides.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def kl_by_position(
         if kl.isnan().any():
             raise FloatingPointError("the divergence of a position is NaN")
         lengths = [len(part) for part in parts]
-        for column, pair in zip(columns, zip(kl.split(lengths), same.split(lengths), strict=True), strict=True):
+        for column, pair in zip(
+            columns, zip(kl.split(lengths), same.split(lengths), strict=True), strict=True
+        ):
             column.append(pair)
     return tuple(
         PositionScore(first, last, *(mean_estimate(list(side)) for side in zip(*column, strict=True)))

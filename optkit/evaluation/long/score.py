@@ -1,13 +1,13 @@
-"""Scores of long documents: the log probability of the true answer, and its loss against a reference.
+"""Scores of long documents: the log probability of the true answer, and the loss against a reference.
 
-A small model answers few tasks word by word, so a right answer counts less than its log probability. Each model
-answers with the document and without (*blind*: question alone). The *gain* of the document, in nats a token, is what
-the model takes from the context; where the reference gains less than ``LEAST_GAIN``, the task carries no signal for the
-model and is left out of the loss.
+A small model answers few tasks word by word, so a right answer counts less than the log probability. Each question is
+asked with the document and without (*blind*). The *gain* by the document, in nats a token, is the part of an answer
+taken from the context. A task with a gain of the reference below ``LEAST_GAIN`` carries no signal for the model and is
+left out of the loss.
 
-The *loss* is the log probability by the reference less that by the candidate, the mean over answer tokens, paired by
-question. It is 0 for equal models and about the gain for a model that has lost the evidence. Standard errors are over
-documents, since the questions of one share a context.
+The *loss* is the log probability by the reference less the log probability by the candidate, the mean over answer
+tokens, paired by question. The loss is 0 for equal models, and about the gain for a model without the evidence.
+Standard errors are over documents, since the questions of a document share a context.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from optkit.evaluation.long.document import Document
 from optkit.evaluation.long.sources import Answered, AnswerSource
 from optkit.evaluation.quality import Estimate, PositionScore, compare_rows, mean_estimate
 
-LEAST_GAIN = 1.0  # nats an answer token, of the reference: the context makes an answer's token e times as likely
+LEAST_GAIN = (
+    1.0  # nats an answer token, of the reference: the context makes an answer's token e times as likely
+)
 DEPTHS = 4  # parts of a document
 
 Key = tuple[str, int]
@@ -32,7 +34,7 @@ Progress = Callable[[str], None]
 
 
 def no_progress(text: str) -> None:
-    """Progress for no one."""
+    """Progress that is not shown."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,8 @@ class LongScore:
     Attributes:
         questions: number of answers.
         logprob: of the true answer.
-        exact: share of answers whose tokens all are the most likely ones.
-        gain: log probability with the document, less without, by the reference or the only model.
+        exact: share of answers with the most likely token at each place.
+        gain: log probability with the document, less without, by the reference, or by the model without a reference.
         loss, kl, agreement, reference_exact: against the reference; None without one. ``kl`` is None for a server.
     """
 
@@ -59,7 +61,7 @@ class LongScore:
 
 @dataclass(frozen=True)
 class TaskScore:
-    """A task at a length; ``signal`` says that the task counts in the loss."""
+    """A task at a length; ``signal`` is True for a task that counts in the loss."""
 
     task: str
     length: int
@@ -72,11 +74,11 @@ class LongReport:
     """Long documents answered by a model, against a reference if given.
 
     Attributes:
-        documents, tokens: their number, and the tokens of their contexts.
+        documents, tokens: the number of documents, and the tokens of all contexts.
         loss: over the tasks with a signal; None without a reference, or where no task has a signal.
         kl, agreement: over the same answers.
         tasks: by task and length.
-        by_length, by_depth: the same answers by length, and by the depth of their evidence in quarters.
+        by_length, by_depth: the same answers by length, and by the depth of the evidence in quarters.
         positions: KL divergence by position of a plain text.
     """
 
@@ -92,18 +94,17 @@ class LongReport:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON data; lengths and depths are keys of text."""
-        data = asdict(self) | {
+        return asdict(self) | {
             "by_length": {str(length): asdict(score) for length, score in self.by_length.items()},
             "by_depth": {name: asdict(score) for name, score in self.by_depth.items()},
             "tasks": [asdict(task) for task in self.tasks],
             "positions": [asdict(score) for score in self.positions],
         }
-        return data
 
 
 @dataclass(frozen=True)
 class _Row:
-    """An answer with its scores; ``document`` numbers the document."""
+    """Scores of an answer; ``document`` is the number of the document."""
 
     document: int
     key: Key
@@ -141,8 +142,8 @@ class KeptAnswers:
     """Answers of a source, computed once for each document, with and without the document: some MB each.
 
     Args:
-        make: makes the source; called for each request with documents that are not kept. So the source's memory is
-            free between two requests.
+        make: makes the source; called for each request with documents not kept yet. So the source's memory is free
+            between two requests.
     """
 
     def __init__(self, make: Callable[[], AnswerSource]) -> None:
@@ -250,7 +251,7 @@ def _score(rows: Sequence[_Row]) -> LongScore:
 
 
 def _estimate(rows: Sequence[_Row], name: str) -> Estimate:
-    """The mean over answers of the mean over their tokens; standard error over documents."""
+    """The mean over answers of the mean over tokens; standard error over documents."""
     documents: dict[int, list[Tensor]] = defaultdict(list)
     for row in rows:
         documents[row.document].append(getattr(row, name).double().mean())

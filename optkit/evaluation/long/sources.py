@@ -1,7 +1,7 @@
-"""Models that answer the questions of long documents: plain transformers, the runtime, a server.
+"""Models for questions about long documents: plain transformers, the runtime, a server.
 
-An answer is scored token by token, each after the true ones before it. All sources take the questions of a document in
-any order and independently: what one question leaves behind is not seen by the next.
+An answer is scored token by token, each token after the true tokens before. Questions of a document are independent:
+the KV of a question is not seen by the next question.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from optkit.evaluation.long.document import Document, Question
 from optkit.evaluation.served import TOKEN_ID, ScoringServer
 from optkit.runtime.logits import LONG_CHUNK, RuntimeLogits
 
-
 UNLIMITED = 1 << 20  # tokens of a model without a table of positions
 
 
 @dataclass(frozen=True)
 class Answered:
-    """An answer of A tokens as a model sees it.
+    """Scores of an answer of A tokens by a model.
 
     Attributes:
         logprobs: log probabilities of the true tokens, float64 [A], in nats.
@@ -38,7 +37,7 @@ class Answered:
 
     @staticmethod
     def of(rows: Tensor, answer: Sequence[int]) -> Answered:
-        """From the logits [A, V] that predict the answer's tokens.
+        """Scores from the logits [A, V] before each token of the answer.
 
         Raises:
             FloatingPointError: a logit is NaN.
@@ -52,7 +51,7 @@ class Answered:
 
 @runtime_checkable
 class AnswerSource(Protocol):
-    """A model that answers questions about documents."""
+    """A model for questions about documents."""
 
     def answers(self, document: Document) -> list[Answered]:
         """An answer to each question, in order."""
@@ -87,13 +86,14 @@ class ModuleAnswers:
         return rows
 
     def _cache(self, context: Sequence[int]) -> Any:
-        """The cache of a context; None for an empty one, or for a model whose cache is of its own kind."""
+        """The cache of a context; None for an empty one, or for a model with layers that keep no keys of tokens."""
         cache = None
         for start in range(0, len(context), LONG_CHUNK):
             part = torch.tensor([context[start : start + LONG_CHUNK]])
             output = self.module(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
             cache = getattr(output, "past_key_values", None)
-            if cache is None:
+            layers = getattr(cache, "layers", ())
+            if not layers or not all(hasattr(layer, "get_seq_length") for layer in layers):
                 return None
         return cache
 
@@ -112,7 +112,7 @@ class ModuleAnswers:
 
 
 class RuntimeAnswers:
-    """An executable, called as a server calls it: chunked prefill of the context, then the answer in single steps."""
+    """An executable in the steps of a server: chunked prefill of the context, then the answer in single steps."""
 
     def __init__(self, logits: RuntimeLogits) -> None:
         self.logits = logits
@@ -142,9 +142,9 @@ def context_of(logits: Any) -> int:
 
 
 class ServedAnswers:
-    """A server that returns log probabilities of prompts. A question is a request: context, question and answer.
+    """A server with log probabilities of prompts. A question is a request: context, question and answer.
 
-    The server computes the whole as a prompt, so its decode steps take no part.
+    The server computes the whole as a prompt: decode steps take no part.
     """
 
     def __init__(self, server: ScoringServer, decode: Callable[[int], str]) -> None:

@@ -6,13 +6,13 @@ without instruction tuning take part.
 
 * ``needle``: sentences with a number, hidden in text.
 * ``multikey``: sentences with a number and nothing else; the right key among hundreds.
-* ``variables``: assignments hidden in text; the variable that a variable was assigned to.
-* ``common_words``, ``frequent_words``: words of a list, or of made-up syllables, by their counts.
+* ``variables``: assignments hidden in text; the variable set to another variable.
+* ``common_words``, ``frequent_words``: words of a list, or made-up words, by count.
 * ``quote``: a passage of the text, to be continued word by word.
 * ``qa``: questions about the text, in other words than the text's.
 
-The answer to the two tasks of counting is spread over the whole document: a policy that forgets the distant text still
-knows the answer. The others have their evidence at a known depth.
+The evidence of the two tasks of counting is spread over the whole document: a model without the distant text still
+knows the answer. The evidence of the other tasks is at a known depth.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def documents(
 
 
 def haystack(random: Random, without: Sequence[str] = ()) -> Iterator[str]:
-    """Paragraphs of the held-out text, backwards from a random one, without end."""
+    """Paragraphs of the held-out text, backwards from a random paragraph, without end."""
     found = paragraphs()
     at = random.randrange(len(found))
     while True:
@@ -76,7 +76,7 @@ def haystack(random: Random, without: Sequence[str] = ()) -> Iterator[str]:
 
 
 def spread(random: Random, count: int) -> list[float]:
-    """Depths of ``count`` pieces of evidence, each in a part of its own."""
+    """Depths of ``count`` pieces of evidence, each in another part."""
     return [(i + random.random()) / count for i in range(count)]
 
 
@@ -110,8 +110,7 @@ def multikey(random: Random, questions: int) -> Draft:
 def _numbers(random: Random, count: int) -> tuple[Asked, ...]:
     keys = zip(random.sample(ADJECTIVES, count), random.sample(NOUNS, count), strict=True)
     return tuple(
-        _number(random, " ".join(key), depth)
-        for key, depth in zip(keys, spread(random, count), strict=True)
+        _number(random, " ".join(key), depth) for key, depth in zip(keys, spread(random, count), strict=True)
     )
 
 
@@ -152,7 +151,7 @@ def frequent_words(random: Random, questions: int) -> Draft:
 
 
 def _counted(random: Random, kind: str, words: Sequence[str]) -> Draft:
-    """``FOUND`` words in every line, and as many others."""
+    """``FOUND`` words in every line, and as many other words."""
     found, others = list(words[:FOUND]), [word for word in words[FOUND:] if word not in words[:FOUND]]
 
     def lines() -> Iterator[str]:
@@ -162,7 +161,8 @@ def _counted(random: Random, kind: str, words: Sequence[str]) -> Draft:
             yield " ".join(line) + "\n"
 
     question = (
-        f"\nQuestion: Which are the {FOUND} most {kind} words in the lines above?\nAnswer: The most {kind} words are:"
+        f"\nQuestion: Which are the {FOUND} most {kind} words in the lines above?"
+        f"\nAnswer: The most {kind} words are:"
     )
     asked = Asked(question, "".join(f" {word}" for word in found))
     return Draft("Count how often each word is in the following lines.\n\n", lines(), (asked,))
