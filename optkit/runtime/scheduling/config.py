@@ -113,7 +113,7 @@ class SchedulerConfig(SchedulingOptions, frozen=True, kw_only=True, forbid_unkno
 
     def rule(self, chosen: RollingWindow | None, num_prompt: int) -> Rolling | None:
         """The rule of forgetting for a request with the rolling window ``chosen``."""
-        return chosen and Rolling.of(chosen, self.block_size, num_prompt, self.max_model_len)
+        return Rolling.of(chosen, self.block_size, num_prompt, self.max_model_len) if chosen else None
 
     def final_length(self, num_prompt: int, max_tokens: int, chosen: RollingWindow | None = None) -> int:
         """The most tokens of a request, prompt and answer, with the rolling window ``chosen``."""

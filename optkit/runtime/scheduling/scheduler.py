@@ -571,7 +571,7 @@ class Scheduler:
             first=first,
             stop_token=stop_token,
             num_preemptions=request.num_preemptions,
-            num_forgotten=request.rule and request.num_forgotten,
+            num_forgotten=request.num_forgotten if request.rule else None,
         )
 
     def _refuse_late(self, request: Request, work: int) -> None:
