@@ -1,7 +1,7 @@
 """Graphs whose attention depends on the distances between tokens alone.
 
-A sequence may forget its first tokens and go on at any position (``optkit.runtime.kv.rolling``) where no number of the
-graph depends on the position itself: with rotary embedding, with ALiBi, or without any positions.
+A sequence may forget the first tokens and go on at any position (``optkit.runtime.kv.rolling``) where no number of the
+graph depends on the position of a token: with rotary embedding, with ALiBi, or without any positions.
 """
 
 from __future__ import annotations

@@ -1,25 +1,25 @@
 """Sinks and a rolling window: the tokens with KV of a sequence that may grow without end (arXiv 2309.17453).
 
-The first tokens of a sequence, the *sinks*, draw much of the attention whatever they say, so a model that has lost them
-fails, while a model with the sinks and the last tokens goes on. With s sinks, a window of w tokens, and blocks of b
-tokens, the token at position n attends to::
+The first tokens of a sequence, the *sinks*, draw much of the attention whatever their text, so a model without the
+sinks fails, while a model with the sinks and the last tokens goes on. With s sinks, a window of w tokens, and blocks
+of b tokens, the token at position n attends to::
 
     forgotten(n) = 0                               for the first tokens, n < num_exact
-                   (n + 1 - s - w) // b * b        for all others
+                   (n + 1 - s - w) // b * b        for all later tokens
 
     the tokens from forgotten(n) + s to n, which are w to w + b - 1 tokens, at their positions, and
     the s sinks, at the positions forgotten(n) to forgotten(n) + s - 1
 
-So the positions that a token sees have no gap, and no distance is longer than s + w + b - 1. Keys of the window stay
-as they are, since rotary embedding and ALiBi depend on distances alone. The sinks move by a block at a time: their K
-and V are computed anew, from their tokens, at their next positions. No error can add up.
+So the visible positions have no gap, and no distance is longer than s + w + b - 1. Keys of the window stay unchanged,
+since rotary embedding and ALiBi depend on distances alone. The sinks move by a block at a time: K and V of the sinks
+are computed anew, from the tokens, at the next positions. No error can add up.
 
 ``num_exact`` is the length of the prompt, or the first length at which a block can be forgotten, if the prompt is
 shorter. A prompt longer than the context of the model is read through the window from the beginning. The rule
 depends on positions alone: the tokens of an answer do not change with other requests, chunks, guesses, or preemptions.
 
-In the block table the block with the sinks, which is the sequence's own, stands in the place of the first block that is
-not forgotten: the first s tokens are the sinks, the rest is a copy.
+In the block table the block with the sinks, which no other sequence has, stands in the place of the first block after
+the forgotten blocks: the first s tokens are the sinks, the rest is a copy.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Rolling:
 
     @property
     def most_seen(self) -> int:
-        """The most tokens that a token sees which has forgotten others, itself among them."""
+        """The most tokens seen by a token after ``num_exact``, with the token at the end."""
         return self.sinks + self.window + self.block_size - 1
 
     def forgotten(self, position: int) -> int:

@@ -106,10 +106,10 @@ class BlockTables:
         self._reserve(request)
 
     def roll(self, request: Request, num_forgotten: int) -> BlockCopy | None:
-        """Give the first blocks of ``request`` back, so that ``num_forgotten`` tokens have no place any more.
+        """Give the first blocks of ``request`` back: ``num_forgotten`` tokens have no place any more.
 
-        The request takes the blocks of a full window for the next tokens, as far as there is room: those given back, if
-        nobody else needs them. So the memory of a request is the same from then on.
+        The request takes the blocks of a full window for the next tokens, as far as there is room, first from the
+        blocks given back. So the memory of a request is the same from then on.
 
         Returns:
             The copy that makes the block of the sinks, all but the sinks; None without sinks.
