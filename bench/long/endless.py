@@ -142,7 +142,7 @@ def loss(engine: Engine, ids: Sequence[int], window: RollingWindow) -> dict[str,
     rolled = [0.0, *nll(engine, ids, window)]
     reading = time.perf_counter() - start
     context = engine.config.max_model_len - 1
-    ends = [*range(context + STRETCH, len(ids) - 4 * STRETCH, 5 * STRETCH), len(ids)]
+    ends = [*range(context + STRETCH, len(ids) - 4 * STRETCH, 10 * STRETCH), len(ids)]
     result, found = {"reading through the window, ms a token": 1e3 * reading / len(ids)}, list[float]()
     for end in ends:
         whole = nll(engine, ids[end - context : end])[-STRETCH:]

@@ -13,6 +13,7 @@ that is the least time that a kernel could reach.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -163,24 +164,32 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("artifact", help="with int8 KV")
     parser.add_argument("--model", required=True, help="the source model of the artifact")
-    parser.add_argument("--windows", type=int, default=2, help="stretches of 1,900 tokens")
+    parser.add_argument("--windows", type=int, default=2, help="stretches of text")
+    parser.add_argument("--context", type=int, default=CONTEXT, help="tokens of a stretch")
+    parser.add_argument("--only", choices=("kl", "time"), help="one half of the table")
     args = parser.parse_args(arguments)
-    engine = open_engine(args.artifact)
+    times, kl = dict[str, float](), dict[str, float]()
+    if args.only != "kl":
+        times = ratios(open_engine(args.artifact))
+    if args.only != "time":
+        directory = str(resolve(args.model).directory)
+        ids = load_tokenizer(directory)(load_text("evaluation"), add_special_tokens=False).input_ids
+        starts = range(0, args.windows * 20_000, 20_000)
+        kl = divergences(directory, [ids[at : at + args.context] for at in starts])
+        print_numbers({f"KL, {INT8}": kl[INT8]}, [], 36, ".5f")
+    print(f"{'scheme':36} {'KL, nats':>9} {'TPOT at least':>14}")
+    for scheme in SCHEMES:
+        loss, ratio = kl.get(scheme.name, math.nan), times.get(scheme.name, math.nan)
+        missed = loss > MOST_KL or ratio > MOST_RATIO
+        print(f"{scheme.name:36} {loss:9.5f} {ratio:13.3f}x{'   MISSED' * missed}")
+    return 0
+
+
+def ratios(engine: Engine) -> dict[str, float]:
+    """The least time per output token of each scheme at ``CONTEXT`` tokens, as a share of that with int8."""
     spec = engine.runner.model.kv_specs[0]  # type: ignore[attr-defined]
     shares = {s.name: s.token_bytes(spec.head_dim) / (2 * (spec.head_dim + 4)) for s in SCHEMES}
     lengths = {name: round(CONTEXT * share) for name, share in shares.items()}
     times = step_seconds(engine, [CONTEXT, *sorted(set(lengths.values()))])
-    directory = str(resolve(args.model).directory)
-    ids = load_tokenizer(directory)(load_text("evaluation"), add_special_tokens=False).input_ids
-    windows = [ids[at : at + CONTEXT] for at in range(0, args.windows * 20_000, 20_000)]
-    kl = divergences(directory, windows)
-    print_numbers(
-        {f"TPOT at {CONTEXT} tokens, int8, ms": 1e3 * times[CONTEXT], f"KL, {INT8}": kl[INT8]}, [], 40, ".4f"
-    )
-    print(f"{'scheme':36} {'KL, nats':>9} {'bytes':>6} {'TPOT at least':>14}")
-    for scheme in SCHEMES:
-        ratio = times[lengths[scheme.name]] / times[CONTEXT]
-        fits = kl[scheme.name] <= MOST_KL and ratio <= MOST_RATIO
-        verdict = "" if fits else "   MISSED"
-        print(f"{scheme.name:36} {kl[scheme.name]:9.4f} {shares[scheme.name]:6.2f} {ratio:13.3f}x{verdict}")
-    return 0
+    print_numbers({f"TPOT at {CONTEXT} tokens, int8, ms": 1e3 * times[CONTEXT]}, [], 36, ".2f")
+    return {name: times[length] / times[CONTEXT] for name, length in lengths.items()}
