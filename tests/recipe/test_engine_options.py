@@ -59,6 +59,9 @@ EFFECTIVE = {
     ("_Meta", "max_model_len"),
     ("EngineReport", "block_size"),
     ("BlockStored", "block_size"),
+    ("Rolling", "block_size"),
+    ("GenerationRequest", "rolling_window"),  # a request's own choice
+    ("GenerationRequest", "sink_tokens"),
 }
 
 
