@@ -150,6 +150,7 @@ def loss(engine: Engine, ids: Sequence[int], window: RollingWindow) -> dict[str,
         found.append(statistics.fmean(ours) - statistics.fmean(whole))
         result[f"loss at {end:,} positions through the window, nats"] = statistics.fmean(ours)
         result[f"loss of the same tokens at {context:,} positions, nats"] = statistics.fmean(whole)
+        print(f"{end:,} positions: {found[-1]:+.3f} nats", flush=True)
     result["mean loss of all stretches less at the context, nats"] = statistics.fmean(found)
     result["loss at the end less at the context, nats"] = found[-1]
     return result
