@@ -87,6 +87,7 @@ def attention(
     block_tables: Tensor,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    positions: Tensor | None = None,
     scale: float = 1.0,
     window: int = 0,
     softcap: float = 0.0,
@@ -103,6 +104,9 @@ def attention(
     - ``slopes`` [H] float32 adds ``slope * (key position - query position)`` to a head's scores (ALiBi,
       arXiv 2108.12409).
     - ``sinks`` [H] float32 is one more score for each head, without a value: it takes its share of the softmax.
+    - ``positions`` [T] int64 says which new tokens are a *tree* of guesses (arXiv 2305.09781), node by node in preorder.
+      A token sees the tokens before the call and its ancestors: the last token before it that is one position earlier
+      is its parent. The first token is the root. Rows of increasing positions are a sequence as without ``positions``.
 
     int8 and uint8 pools hold rows of ``quantize_kv``. K and V of the call are attended in their quantized form, so
     the result does not depend on the cut of a prompt into calls.
@@ -110,7 +114,8 @@ def attention(
     if q.device.type != "meta":
         write_kv(k, v, k_cache, v_cache, slot_mapping)
     batch = query_start, seq_lens, block_tables
-    return paged_attention(q, k, v, k_cache, v_cache, *batch, sinks, slopes, scale, window, softcap, chunk)
+    scores = sinks, slopes, positions, scale, window, softcap, chunk
+    return paged_attention(q, k, v, k_cache, v_cache, *batch, *scores)
 
 
 def paged_attention(
@@ -124,6 +129,7 @@ def paged_attention(
     block_tables: Tensor,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    positions: Tensor | None = None,
     scale: float = 1.0,
     window: int = 0,
     softcap: float = 0.0,
@@ -148,7 +154,9 @@ def paged_attention(
                 values = keys[..., : v.shape[2]]
             else:
                 values = gather_kv(v_cache, block_tables[s], length)
-            out[rows] = attend(q[rows], keys, values, scale, window, softcap, chunk, sinks, slopes)
+            tree = None if positions is None else positions[rows]
+            scores = scale, window, softcap, chunk, sinks, slopes, tree
+            out[rows] = attend(q[rows], keys, values, *scores)
     return out
 
 
@@ -244,6 +252,7 @@ def attend(
     chunk: int = 0,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """Attention of the last Tq tokens of a sequence: q [Tq, H, D] over k, v [Tk, Hkv, ...]; see ``attention``."""
     tq, tk, shared = q.shape[0], k.shape[0], heads_per_key(q.shape[1], k.shape[1])
@@ -254,8 +263,9 @@ def attend(
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
     if slopes is not None:
-        scores = scores + slopes.to(dtype)[:, None, None] * distances(tq, tk, q.device)
-    scores = scores.masked_fill(~causal_mask(tq, tk, window, q.device, chunk), float("-inf"))
+        scores = scores + slopes.to(dtype)[:, None, None] * distances(tq, tk, q.device, positions)
+    seen = causal_mask(tq, tk, window, q.device, chunk, positions)
+    scores = scores.masked_fill(~seen, float("-inf"))
     if sinks is not None:
         scores = torch.cat((scores, sinks.to(dtype)[:, None, None].expand(-1, tq, 1)), dim=-1)
     return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1)[..., :tk], v)
@@ -272,18 +282,48 @@ def heads_per_key(heads: int, key_heads: int) -> int:
     return heads // key_heads
 
 
-def distances(tq: int, tk: int, device: torch.device) -> Tensor:
-    """[Tq, Tk] int64: the key's position less the query's; the queries are the last Tq of Tk positions."""
-    return torch.arange(tk, device=device)[None] - torch.arange(tk - tq, tk, device=device)[:, None]
+def distances(tq: int, tk: int, device: torch.device, positions: Tensor | None = None) -> Tensor:
+    """[Tq, Tk] int64: the key's position less the query's; the queries are the last Tq of Tk positions.
+
+    ``positions`` [Tq] are those of the queries in a tree of guesses.
+    """
+    at = key_positions(tq, tk, device, positions)
+    return at[None] - at[tk - tq :, None]
 
 
-def causal_mask(tq: int, tk: int, window: int, device: torch.device, chunk: int = 0) -> Tensor:
+def key_positions(tq: int, tk: int, device: torch.device, positions: Tensor | None = None) -> Tensor:
+    """The position of each key, [Tk] int64, counted from the sequence's first token."""
+    at = torch.arange(tk, device=device)
+    return at if positions is None else torch.cat((at[: tk - tq], tk - tq + positions - positions[0]))
+
+
+def causal_mask(
+    tq: int, tk: int, window: int, device: torch.device, chunk: int = 0, positions: Tensor | None = None
+) -> Tensor:
     """[Tq, Tk] bool, True where the query may look: the queries are the last Tq of Tk positions."""
-    distance = distances(tq, tk, device)
-    mask = distance <= 0
+    distance = distances(tq, tk, device, positions)
+    mask = distance <= 0 if positions is None else tree_mask(tk - tq, positions)
     if window > 0:
         mask = mask & (distance > -window)
     if chunk > 0:
-        key = torch.arange(tk, device=device)
+        key = key_positions(tq, tk, device, positions)
         mask = mask & (key[None] // chunk == key[tk - tq :, None] // chunk)
+    return mask
+
+
+def tree_mask(context: int, positions: Tensor) -> Tensor:
+    """[Tq, context + Tq] bool, True for the context, the node itself and its ancestors; see ``attention``.
+
+    Raises:
+        ValueError: a node has no parent.
+    """
+    depths = (positions - positions[0]).tolist()
+    mask = torch.zeros(len(depths), context + len(depths), dtype=torch.bool, device=positions.device)
+    mask[:, :context] = True
+    path: list[int] = []  # the latest node at each depth
+    for node, depth in enumerate(depths):
+        if depth > len(path) or depth < min(node, 1):
+            raise ValueError(f"node {node} of a tree has depth {depth} after a node of depth {len(path) - 1}")
+        path[depth:] = [node]
+        mask[node, [context + ancestor for ancestor in path]] = True
     return mask

@@ -76,8 +76,8 @@ class Guesser:
         wrong = (len(request.token_ids) * 7) % VOCAB
         return (*right[: len(request.token_ids) % 4], wrong)
 
-    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        assert 0 <= num_accepted <= num_drafted
+    def observe(self, request: Request, draft: tuple[int, ...], tokens: tuple[int, ...]) -> None:
+        assert 1 <= len(tokens) <= 1 + len(draft)
 
     def finished(self, request: Request) -> None:
         pass

@@ -22,6 +22,7 @@ struct AttentionArgs {
     int64_t window, chunk;                              // 0: none
     float scale, softcap;                               // softcap 0: none
     bool int8_cache;                                    // rows of D int8 and their float32 scale: D + 4 bytes
+    const int64_t* positions;                           // [T] for trees of guesses; null: rows follow one another
 };
 
 // Writes K and V of the new tokens to the cache and attends, with at most so many threads.

@@ -40,6 +40,7 @@ def attention(
     block_tables: Tensor,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    positions: Tensor | None = None,
     scale: float = 1.0,
     window: int = 0,
     softcap: float = 0.0,
@@ -47,7 +48,7 @@ def attention(
 ) -> Tensor:
     """See ``reference.attention``. q, k and v may have any strides; float32 (else the reference runs)."""
     batch = query_start, seq_lens, block_tables
-    scores: tuple[Any, ...] = (sinks, slopes, scale, window, softcap, chunk)
+    scores: tuple[Any, ...] = (sinks, slopes, positions, scale, window, softcap, chunk)
     if not native_types(q, k_cache):
         return reference.attention(q, k, v, k_cache, v_cache, slot_mapping, *batch, *scores)
     native.require_vector(slot_mapping, q.shape[0], torch.int64, "slot_mapping")
@@ -65,6 +66,7 @@ def paged_attention(
     block_tables: Tensor,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    positions: Tensor | None = None,
     scale: float = 1.0,
     window: int = 0,
     softcap: float = 0.0,
@@ -72,7 +74,7 @@ def paged_attention(
 ) -> Tensor:
     """See ``reference.paged_attention``; k and v are read for their shapes alone."""
     batch = query_start, seq_lens, block_tables
-    scores: tuple[Any, ...] = (sinks, slopes, scale, window, softcap, chunk)
+    scores: tuple[Any, ...] = (sinks, slopes, positions, scale, window, softcap, chunk)
     if not native_types(q, k_cache):
         return reference.paged_attention(q, k, v, k_cache, v_cache, *batch, *scores)
     return run(q, k, v, k_cache, v_cache, None, *batch, *scores)
@@ -94,6 +96,7 @@ def run(
     block_tables: Tensor,
     sinks: Tensor | None,
     slopes: Tensor | None,
+    positions: Tensor | None,
     scale: float,
     window: int,
     softcap: float,
@@ -111,6 +114,8 @@ def run(
     for numbers, name in ((sinks, "sinks"), (slopes, "slopes")):
         if numbers is not None:
             native.require_vector(numbers, heads, torch.float32, name)
+    if positions is not None:
+        native.require_vector(positions, tokens, torch.int64, "positions")
     out = torch.empty((tokens, heads, v_dim))
     native.library().optkit_attention(
         q.data_ptr(),
@@ -141,6 +146,7 @@ def run(
         scale,
         softcap,
         k_cache.dtype is torch.int8,
+        address(positions),
         native.threads(),
     )
     return out
@@ -204,6 +210,7 @@ def emit_attention(
     block_tables: View,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    positions: View | None = None,
     scale: float = 1.0,
     window: int = 0,
     softcap: float = 0.0,
@@ -218,7 +225,7 @@ def emit_attention(
         tokens=Size(q.rows), sequences=Size(SEQUENCES), table_width=Size(TABLE_WIDTH), block_size=Size(BLOCK_SIZE),
         q_token=q.row_stride, q_head=dim, k_token=k.row_stride, k_head=dim, v_token=v.row_stride, v_head=v_dim,
         heads=heads, kv_heads=kv_heads, dim=dim, v_dim=v_dim, window=window, chunk=chunk, scale=float(scale),
-        softcap=float(softcap), int8_cache=k_cache.dtype is torch.int8,
+        softcap=float(softcap), int8_cache=k_cache.dtype is torch.int8, positions=positions,
     )  # fmt: skip
     return (out,)
 
@@ -235,13 +242,14 @@ def emit_paged_attention(
     block_tables: View,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    positions: View | None = None,
     scale: float = 1.0,
     window: int = 0,
     softcap: float = 0.0,
     chunk: int = 0,
 ) -> Result:
     batch = query_start, seq_lens, block_tables
-    scores: tuple[Any, ...] = (sinks, slopes, scale, window, softcap, chunk)
+    scores: tuple[Any, ...] = (sinks, slopes, positions, scale, window, softcap, chunk)
     return emit_attention(b, q, k, v, k_cache, v_cache, None, *batch, *scores)
 
 

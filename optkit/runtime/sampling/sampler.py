@@ -210,12 +210,16 @@ def ends_of_bad_words(words: Sequence[Sequence[int]], output: Sequence[int]) -> 
 
 
 def penalize(logits: Tensor, request: Request) -> Tensor:
-    """Repetition (Keskar et al. 2019) over prompt and output; frequency and presence (OpenAI) over the output."""
+    """Repetition (Keskar et al. 2019) over the last tokens of prompt and output; frequency and presence (OpenAI) over the output."""
     p = request.sampling
     logits = logits.clone()
-    seen = torch.tensor(request.token_ids, device=logits.device).unique()
-    values = logits[seen]
-    logits[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
+    if p.repetition_penalty != 1.0 and p.repeat_last_n:
+        last = request.token_ids[-p.repeat_last_n :] if p.repeat_last_n > 0 else request.token_ids
+        seen = torch.tensor(last, device=logits.device).unique()
+        values = logits[seen]
+        logits[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
+    if p.frequency_penalty == p.presence_penalty == 0.0:
+        return logits
     output = torch.tensor(request.output_ids, dtype=torch.int64, device=logits.device)
     tokens, counts = output.unique(return_counts=True)
     logits[tokens] -= p.frequency_penalty * counts + p.presence_penalty
