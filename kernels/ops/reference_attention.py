@@ -104,7 +104,7 @@ def attention(
     - ``slopes`` [H] float32 adds ``slope * (key position - query position)`` to a head's scores (ALiBi,
       arXiv 2108.12409).
     - ``sinks`` [H] float32 is one more score for each head, without a value: it takes its share of the softmax.
-    - ``positions`` [T] int64 says which new tokens are a *tree* of guesses (arXiv 2305.09781), node by node in preorder.
+    - ``positions`` [T] int64 says which new tokens are a *tree* of guesses (arXiv 2305.09781), in preorder.
       A token sees the tokens before the call and its ancestors: the last token before it that is one position earlier
       is its parent. The first token is the root. Rows of increasing positions are a sequence as without ``positions``.
 

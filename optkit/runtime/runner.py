@@ -196,7 +196,7 @@ def chunk_inputs(
 
 
 def with_depths(batch: Batch, positions: np.ndarray) -> np.ndarray:
-    """The positions of tokens in their sequences, from their places in the KV cache: nodes of a tree share positions."""
+    """The positions of tokens in their sequences, from their places in the cache: nodes of a tree share positions."""
     trees = [item for item in batch.items if isinstance(item.draft, DraftTree)]
     if not trees:
         return positions

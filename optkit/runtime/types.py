@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
-from optkit.runtime.draft_tree import Move, depths_of
+from optkit.runtime.draft_tree import Move
 from optkit.runtime.kv.peers import KVSource
 from optkit.runtime.prefill import Prefill
 
@@ -446,11 +446,6 @@ class ScheduledRequest:
         if self.all_logits:
             return self.num_new
         return 1 + len(self.draft) if self.needs_logits else 0
-
-    @property
-    def draft_depths(self) -> Sequence[int]:
-        """The depth of each token of the draft, 1 after the last known token."""
-        return depths_of(self.draft)
 
     @property
     def new_tokens(self) -> list[int]:

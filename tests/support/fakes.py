@@ -156,7 +156,7 @@ class FakeRunner(TokenKV):
 
 
 def before(item: ScheduledRequest, ids: np.ndarray, back: int) -> np.ndarray:
-    """The tokens that row ``len(ids) - 1 - back`` sees of ``ids``, as stored: all before it, or its branch of a tree."""
+    """The tokens that the row ``back`` before the last sees of ``ids``: all before it, or its branch of a tree."""
     if not isinstance(item.draft, DraftTree):
         return ids[: len(ids) - back]
     root, node = len(ids) - len(item.draft) - 1, len(item.draft) - back
@@ -170,7 +170,7 @@ def before(item: ScheduledRequest, ids: np.ndarray, back: int) -> np.ndarray:
 def depth_of(item: ScheduledRequest, back: int) -> int:
     """How many guesses the row ``back`` before the last sees."""
     node = len(item.draft) - back
-    return item.draft_depths[node - 1] if node else 0
+    return item.draft.depths[node - 1] if isinstance(item.draft, DraftTree) and node else node
 
 
 def engine_from_json(artifact_dir: str, options: EngineOptions) -> Engine:

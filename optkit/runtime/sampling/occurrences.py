@@ -1,9 +1,9 @@
 """Occurrences of the last tokens of an answer in earlier text, for guesses of what comes next.
 
-A suffix tree's question (SuffixDecoding, arXiv 2411.04975) is answered by the chains of LZ77: the places of each pair of
-tokens form a list, newest first, in one integer a token. The newest ``MOST`` of them are compared backwards with the
-end of the answer, so each occurrence comes with the number of tokens that match. A token costs a microsecond to add and
-some 200 bytes.
+The question of a suffix tree (SuffixDecoding, arXiv 2411.04975) is answered by the chains of LZ77: the places of each
+pair of tokens form a list, newest first, in one integer a token. The newest ``MOST`` of them are compared backwards
+with the end of the answer, so each occurrence comes with the number of matching tokens. A token costs a microsecond
+to add and some 200 bytes.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ def ends_of_bad_words(words: Sequence[Sequence[int]], output: Sequence[int]) -> 
 
 
 def penalize(logits: Tensor, request: Request) -> Tensor:
-    """Repetition (Keskar et al. 2019) over the last tokens of prompt and output; frequency and presence (OpenAI) over the output."""
+    """Repetition (Keskar et al. 2019) over the last tokens; frequency and presence (OpenAI) over the output."""
     p = request.sampling
     logits = logits.clone()
     if p.repetition_penalty != 1.0 and p.repeat_last_n:
