@@ -15,6 +15,7 @@ from torch import Tensor
 KEPT = 4  # tokens of a row of logits
 RANGE = 4.0  # nats below the largest logit
 ENTRIES = 1 << 15  # pairs and tokens, the oldest are forgotten: some 8 MB
+ROWS = 64  # of the table that logits are searched in
 
 Key = tuple[int, ...]
 
@@ -53,8 +54,8 @@ class Recycled:
     def after(self, before: Sequence[int]) -> tuple[int, tuple[int, ...]]:
         """The number of tokens of ``before`` that are known, 2, 1 or 0, and the likeliest tokens after them."""
         for count in (2, 1):
-            found = self._likely.get(tuple(before[-count:]))
-            if found is not None:
+            key = tuple(before[-count:])
+            if len(key) == count and (found := self._likely.get(key)) is not None:
                 return count, found
         return 0, ()
 
@@ -62,6 +63,17 @@ class Recycled:
 def likeliest(logits: Tensor) -> tuple[int, ...]:
     """The ``KEPT`` likeliest tokens of logits [V] on the CPU within ``RANGE`` of the largest, the likeliest first."""
     values = logits.numpy()
-    near = np.flatnonzero(values > values.max() - RANGE)
-    order = np.argsort(-values[near], kind="stable")[:KEPT]
+    width = -(-len(values) // ROWS)
+    table = (
+        np.pad(values, (0, ROWS * width - len(values)), constant_values=-np.inf)
+        if len(values) % ROWS
+        else values
+    )
+    table = table.reshape(ROWS, width)
+    tops = table.max(axis=0)  # one pass over all logits; the rest looks at a few columns
+    least = tops.max() - RANGE
+    columns = np.flatnonzero(tops > least)
+    rows, places = np.nonzero(table[:, columns] > least)
+    near = rows * width + columns[places]
+    order = np.lexsort((near, -values[near]))[:KEPT]
     return tuple(near[order].tolist())

@@ -135,7 +135,7 @@ def test_recycled_tokens_are_guessed_behind_the_tokens_of_the_text() -> None:
     speculator = TreeSpeculator(Priced(0.0), 4, recycled=recycled)
     draft = propose(speculator, sequence([1, 8, 9]))
     assert set(draft) == {20, 21, 22}
-    assert list(depths_of(draft))[0] == 1
+    assert depths_of(draft)[0] == 1
 
 
 def speculating(runner_script: list[int] | None = None, **options: object) -> Engine:
