@@ -122,7 +122,7 @@ def trees(draw: st.DrawFn) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("context", [0, 3, 62, 64, 250, 300])
+@pytest.mark.parametrize("context", [0, 3, 62, 64, 250, 300, 363, 600])
 def test_a_node_sees_its_ancestors(kernel: Any, context: int) -> None:
     step = Step((context, 7), (BRANCHES, ()))
     for s, out in enumerate(step.run(kernel)):
@@ -132,7 +132,9 @@ def test_a_node_sees_its_ancestors(kernel: Any, context: int) -> None:
 @needs_native
 @settings(max_examples=60)
 @given(
-    context=st.one_of(st.integers(0, 300), st.sampled_from([63, 64, 127, 128, 250, 255, 256])),
+    context=st.one_of(
+        st.integers(0, 700), st.sampled_from([63, 64, 127, 128, 250, 255, 256, 363, 510, 512, 600])
+    ),
     tree=trees(),
     other=trees(),
     block=st.sampled_from([4, 32]),

@@ -159,7 +159,8 @@ OPTKIT_TARGET inline void attend_split(const Problem& p, const Item& item, int64
     const auto attend = p.int8_cache ? attend_tile<OnInt8> : attend_tile<OnFloat>;
     if (item.count * p.group <= kRows) prefetch(p, item, begin);
     for (; begin < split_stop && begin < stop; begin += kTile) attend(p, item, begin, scratch, sums);
-    if (item.is_tree) attend_branches(p, item, begin, split_stop, scratch, sums);
+    // Branches take the place of the item in Scratch.q, so none before the last common tile.
+    if (item.is_tree && begin < split_stop) attend_branches(p, item, begin, split_stop, scratch, sums);
 }
 
 // total += part, both relative to their own largest score.
