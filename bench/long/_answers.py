@@ -75,7 +75,7 @@ def answer(engine: Engine, prompt: Sequence[int], sampling: SamplingParams) -> A
 
 
 class Learned:
-    """What the source of guesses of an engine has learned so far."""
+    """The tables that the source of guesses of an engine has filled so far."""
 
     NAMES = ("recycled", "earlier", "chances")
 

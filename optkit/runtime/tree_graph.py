@@ -35,7 +35,7 @@ class TreeGraph:
 
 
 def refusal(graph: Graph, target: Target) -> str:
-    """Why steps of ``graph`` take no trees, or an empty text."""
+    """The reason for which steps of ``graph`` take no trees, or an empty text."""
     if target.kind != "cpu":
         return "the kernels for GPUs take no trees"
     if recurrent_of(graph.meta.states):

@@ -168,7 +168,7 @@ def before(item: ScheduledRequest, ids: np.ndarray, back: int) -> np.ndarray:
 
 
 def depth_of(item: ScheduledRequest, back: int) -> int:
-    """How many guesses the row ``back`` before the last sees."""
+    """The number of guesses seen by the row ``back`` before the last."""
     node = len(item.draft) - back
     return item.draft.depths[node - 1] if isinstance(item.draft, DraftTree) and node else node
 

@@ -40,7 +40,7 @@ class Occurrences:
             self._before.append(place)
 
     def find(self, tail: Sequence[int]) -> list[Place]:
-        """Where the last tokens of ``tail`` are in the text and a token follows, the newest first."""
+        """The places of the last tokens of ``tail`` in the text, with a token after them, the newest first."""
         found = list[Place]()
         place = self._newest.get((tail[-2], tail[-1]), NOWHERE) if len(tail) > 1 else NOWHERE
         while place != NOWHERE and len(found) < MOST:
