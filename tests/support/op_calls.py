@@ -13,7 +13,7 @@ from optkit.graph.ops.record import Op
 from optkit.graph.shapes import Point, meta_inputs
 from optkit.graph.states import KVSpec, RecurrentSpec
 
-SPEC = KVSpec(0, 2, 8, 8)
+SPEC = KVSpec(0, 2, 8, 8, bounds=True)
 SPECS = (SPEC, RecurrentSpec(0, "any", (1,)))
 BATCH = meta_inputs(Graph(fx.Graph(), {}, GraphMeta("", 8, 8, SPECS, "", "")), Point(5, 2, 33), 4)
 # Two groups of 32 channels, codes of 4 bits, and heads of 8 channels, all of which rotate.

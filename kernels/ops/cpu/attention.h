@@ -22,9 +22,13 @@ struct AttentionArgs {
     int64_t window, chunk;                              // 0: none
     float scale, softcap;                               // softcap 0: none
     bool int8_cache;                                    // rows of D int8 and their float32 scale: D + 4 bytes
+    bool table_a_head = false;                          // tables are [S, Hkv, table_width]
 };
 
 // Writes K and V of the new tokens to the cache and attends, with at most so many threads.
 void attention(const AttentionArgs& args, int threads);
+
+// Writes K and V of the new tokens to the cache.
+void write_to_cache(const AttentionArgs& args, int threads);
 
 }  // namespace optkit
