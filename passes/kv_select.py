@@ -6,7 +6,8 @@ largest scores that the keys of a block can have, and reads the blocks of most w
 the first block and the last two (Quest, arXiv 2406.10774). Nothing is evicted: the next token may read other blocks. So
 prefix cache, offload, preemption and drafts work as before, and prompts are computed with all of their tokens.
 
-Layers in ``dense`` read everything. So do all layers in contexts below ``min_context`` tokens, by default the length
+The first ``dense`` layers read everything, by default three in ten: their weight lies on many tokens, and no choice of
+few keeps enough of it (docs/decisions/0050-kv-select.md). So do all layers in contexts below ``min_context`` tokens, by default the length
 from which the cost model of the target predicts a step at least 10 % faster. A context within the budget gives the
 bits of a model without the pass.
 
@@ -16,6 +17,7 @@ the bounds, a fifth of an int8 cache, and a quality that is measured on long con
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from pydantic import Field
@@ -34,13 +36,14 @@ from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site
 from optkit.passes.quantization.kv import spec_of
 
 LEAST_GAIN = 1.1  # of a decode step, from ``min_context`` on
+DENSE_SHARE = 0.3  # of the layers
 STEP = 256  # tokens: ``min_context`` by default is a multiple
 MAX_TOKENS = 1 << 24
 
 
 class KVSelectConfig(Config):
     budget: int = Field(
-        1024, ge=128, le=MAX_TOKENS, description="tokens that a generated token reads in each layer, in whole blocks"
+        1024, ge=16, le=MAX_TOKENS, description="tokens that a generated token reads in each layer, in whole blocks"
     )
     min_context: int | None = Field(
         None,
@@ -48,7 +51,10 @@ class KVSelectConfig(Config):
         le=MAX_TOKENS,
         description="shorter contexts are read whole; null: the length from which a gain is predicted",
     )
-    dense: tuple[int, ...] = Field((0, 1), description="layers, counted from 0, that read the whole context")
+    dense: int | None = Field(
+        None, ge=0, description="number of first layers that read the whole context; null: three in ten"
+    )
+    ignore: tuple[int, ...] = Field((), description="further layers, counted from 0, that read the whole context")
 
 
 class KVSelect(Pass):
@@ -62,7 +68,7 @@ class KVSelect(Pass):
         for node in graph.calls(reference.attention):
             spec = spec_of(graph, node)
             name = f"layer {spec.layer}"
-            reason = "it reads the whole context" if spec.layer in self.config.dense else why_not(graph, node, spec, ctx)
+            reason = self.left_out(graph, spec) or why_not(graph, node, spec, ctx)
             if reason:
                 plan.skips.append(Skip(name, reason))
             else:
@@ -71,6 +77,15 @@ class KVSelect(Pass):
             reason = f"no gain is predicted up to the model's context of {graph.meta.max_model_len:,} tokens"
             return Plan(skips=[*plan.skips, *(Skip(site.name, reason) for site in plan.sites)])
         return plan
+
+    def left_out(self, graph: Graph, spec: KVSpec) -> str | None:
+        """The reason of the options against the layer of ``spec``, or None."""
+        layers = sorted(each.layer for each in graph.meta.kv_specs)
+        dense = self.config.dense
+        count = math.ceil(DENSE_SHARE * len(layers)) if dense is None else dense
+        if spec.layer in self.config.ignore:
+            return "on the ignore list"
+        return f"one of the first {count} layers, which read the whole context" if spec.layer in layers[:count] else None
 
     def least(self, graph: Graph, plan: Plan, ctx: PassContext) -> int | None:
         """The length from which tokens select, or None where the model's context is too short for a gain."""

@@ -46,7 +46,7 @@ def key_bounds(keys: Tensor) -> Tensor:
     """The bounds of keys [n, Hkv, D] as rows [Hkv, 2 D + 4] int8."""
     upper, lower = keys.amax(0).to(torch.float32), keys.amin(0).to(torch.float32)
     most = torch.maximum(upper.abs(), lower.abs()).amax(dim=-1, keepdim=True)
-    inverse = torch.where(most > 0, 127.0 / most, torch.zeros_like(most))
+    inverse = torch.where(most > 0, torch.full_like(most, 127.0) / most, torch.zeros_like(most))
     steps = torch.cat(((upper * inverse).ceil(), (lower * inverse).floor()), dim=-1).clamp(-127, 127)
     return torch.cat((steps.to(torch.int8), (most / 127.0).view(torch.int8)), dim=-1)
 

@@ -23,7 +23,7 @@ KERNELS = [
     pytest.param(reference.selected_attention, id="reference"),
     pytest.param(selection.selected_attention, id="native", marks=needs_native),
 ]
-MARGIN = 1e-3  # of the weights of the last block that is read and the first that is not, in their sum
+MARGIN = 2e-2  # of the weights of the last block that is read and the first that is not, in their sum
 
 
 @dataclass(frozen=True)
