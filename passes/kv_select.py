@@ -12,7 +12,7 @@ from which the cost model of the target predicts a step at least 10 % faster. A 
 bits of a model without the pass.
 
 Predicted gain: a decode step reads ``budget`` tokens of KV in place of the context, and the bounds. Price: the bytes of
-the bounds, a fifth of an int8 cache, and a quality that is measured on long contexts (``python -m bench.long select``).
+the bounds, an eighth of an int8 cache, and a quality that is measured on long contexts (``python -m bench.long select``).
 """
 
 from __future__ import annotations

@@ -59,26 +59,40 @@ OPTKIT_TARGET inline void round_query(const float* q, int dim, float scale, Quer
     to.step = most / kQuerySteps * scale;
 }
 
-// Sums of products, each of `count` numbers; the compiler multiplies pairs of 16 bits.
+// The sum of the products of `count` numbers, which is a constant where Count is given: the compiler multiplies pairs of
+// 16 bits.
+template <int Count>
 OPTKIT_TARGET OPTKIT_INLINE int32_t dot(const int16_t* q, const int8_t* row, int count) {
+    const int n = Count ? Count : count;
     int32_t sum = 0;
-    for (int d = 0; d < count; ++d) sum += static_cast<int32_t>(q[d]) * static_cast<int32_t>(row[d]);
+    for (int d = 0; d < n; ++d) sum += static_cast<int32_t>(q[d]) * static_cast<int32_t>(row[d]);
     return sum;
+}
+
+// score_blocks for heads of `Count` / 2 channels, or of any number where Count is 0.
+template <int Count>
+OPTKIT_TARGET void score_rows(const Bounds& b, const int32_t* table, int64_t count, const Query* q, int group,
+                              float* scores, int64_t stride) {
+    for (int64_t n = 0; n < count; ++n)
+        for (int64_t span = 0; span < b.spans; ++span) {
+            const int8_t* row = b.at(table[n], span, 0);
+            float* to = scores + n * b.spans + span;
+            const Query* query = q;
+            for (int head = 0; head < b.kv_heads; ++head, row += b.row()) {
+                float scale;
+                std::memcpy(&scale, row + 2 * b.dim, sizeof scale);
+                for (int g = 0; g < group; ++g, ++query, to += stride)
+                    *to = static_cast<float>(dot<Count>(query->halves, row, 2 * b.dim)) * (scale * query->step);
+            }
+        }
 }
 
 // The largest scores that `group` queries of each KV head can have with keys of the spans of `count` blocks:
 // scores[head * stride + span].
 OPTKIT_TARGET inline void score_blocks(const Bounds& b, const int32_t* table, int64_t count, const Query* q, int group,
                                        float* scores, int64_t stride) {
-    for (int64_t n = 0; n < count; ++n)
-        for (int64_t span = 0; span < b.spans; ++span)
-            for (int head = 0; head < b.kv_heads * group; ++head) {
-                const int8_t* row = b.at(table[n], span, head / group);
-                float scale;
-                std::memcpy(&scale, row + 2 * b.dim, sizeof scale);
-                const float product = static_cast<float>(dot(q[head].halves, row, 2 * b.dim));
-                scores[head * stride + n * b.spans + span] = product * (scale * q[head].step);
-            }
+    const auto run = b.dim == 64 ? score_rows<128> : b.dim == 128 ? score_rows<256> : score_rows<0>;
+    run(b, table, count, q, group, scores, stride);
 }
 
 // weights[n] += the softmax of a query's scores [blocks * spans], summed over the spans of block n. Scores are used up.
