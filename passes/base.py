@@ -97,12 +97,14 @@ class PassContext:
         calibration: gives samples of token ids for a pass's ``calibration`` option.
         workspace: a private directory for finished parts of the pass on the graph; None keeps nothing.
         progress: the progress callback.
+        source: the graph of the source model, as captured, for passes that compare with it.
     """
 
     target: Target
     calibration: Callable[[Calibration], list[list[int]]] | None = None
     workspace: Path | None = None
     progress: Progress = no_progress
+    source: Graph | None = None
 
     def calibration_windows(self, config: Calibration) -> list[list[int]]:
         """Calibration text.

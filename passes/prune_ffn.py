@@ -3,8 +3,11 @@
 A channel j of a gated feed-forward part contributes ``a_j * w_j``, an activation times a column of the down projection.
 The importance is the mean of ``|a_j|`` over calibration text times ``|w_j|``; the channels with the least importance
 are removed: rows of gate and up, a column of down. (Activation-weighted magnitudes as in Wanda, arXiv 2306.11695, for
-whole channels.) The result is a smaller dense model: faster by every kernel, on every machine. No later pass repairs
-the loss, so the pass is held to the same bounds as a quantizer.
+whole channels.) The result is a smaller dense model: faster by every kernel, on every machine. The pass is held to the
+same bounds as a quantizer.
+
+With ``refit`` the down projection of the channels that are left takes over what it can of the others
+(``passes/rewriting/refit.py``): a closed form, from the same text.
 
 ``intermediate_size`` is a single number in config.json, so all layers keep equally many channels, a multiple of
 ``multiple`` so that groups of later quantizers still fit. Where a layer can't be pruned, no layer is.
@@ -24,7 +27,9 @@ from optkit.graph import ops
 from optkit.graph.ir import Graph, Origin, Part
 from optkit.kernels import reference
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
-from optkit.passes.quantization.calibrated import SharedInput, collect
+from optkit.passes.quantization.calibrated import Moments, SharedInput, walk_through
+from optkit.passes.quantization.resume import FinishedGroups
+from optkit.passes.rewriting.refit import refitted
 from optkit.passes.rewriting.stack import site_name
 
 GATED, PACKED = tuple(ops.GATED), tuple(ops.GATED.values())
@@ -33,6 +38,15 @@ GATED, PACKED = tuple(ops.GATED), tuple(ops.GATED.values())
 class PruneFFNConfig(Config):
     ffn: float = Field(0.1, gt=0, lt=1, description="share of each layer's feed-forward channels to remove")
     multiple: int = Field(64, ge=1, le=4096, description="channels that are left are a multiple of this")
+    refit: bool = Field(
+        False, description="let the channels that are left take over what they can of the others"
+    )
+    damping: float = Field(
+        0.1,
+        gt=0,
+        le=1e3,
+        description="refit: penalty on changed weights, of the mean square of an activation",
+    )
     calibration: Calibration = Field(
         default_factory=lambda: Calibration(samples=16), description="the text that importance is measured on"
     )
@@ -89,10 +103,12 @@ class PruneFFN(Pass):
         before = graph.num_bytes()
         channels = width(graph, plan.sites[0])
         kept = self.kept(channels)
-        choices = self.choices(graph, plan, kept, ctx)
-        for site, index in zip(plan.sites, choices, strict=True):
-            down, _, *linears = site.nodes
-            select_columns(graph, down, index)
+        for site, solution in zip(plan.sites, self.solutions(graph, plan, kept, ctx), strict=True):
+            (down, _, *linears), index = site.nodes, solution["channels"]
+            if "weight" in solution:
+                graph.set_weight(ops.weight(down), solution["weight"])
+            else:
+                select_columns(graph, down, index)
             for linear in linears:
                 select_rows(graph, linear, index, channels)
         graph.annotations["config"] = {**graph.annotations.get("config", {}), "intermediate_size": kept}
@@ -100,20 +116,37 @@ class PruneFFN(Pass):
         bytes_ = {"weight_bytes_before": before, "weight_bytes_after": graph.num_bytes()}
         return PassResult(len(plan.sites), stats | bytes_)
 
-    def choices(self, graph: Graph, plan: Plan, kept: int, ctx: PassContext) -> list[Tensor]:
-        """The channels [kept] to keep of each site, in order. A dry run, without values, takes the first."""
-        if graph.is_meta:
-            return [torch.arange(kept) for _ in plan.sites]
-        windows = ctx.calibration_windows(self.config.calibration)
+    def solutions(self, graph: Graph, plan: Plan, kept: int, ctx: PassContext) -> list[dict[str, Tensor]]:
+        """``channels`` [kept] to keep of each site, and with ``refit`` the ``weight`` of the down projection."""
+        if graph.is_meta:  # a dry run, without values
+            return [{"channels": torch.arange(kept)} for _ in plan.sites]
+        windows, found = ctx.calibration_windows(self.config.calibration), list[dict[str, Tensor]]()
 
-        def solve(group: SharedInput, walk: Walk) -> Tensor:
+        def solve(group: SharedInput, walk: Walk) -> dict[str, Tensor]:
             weight = graph.linear_weight(group.sites[0].nodes[0])
-            score = importance(list(walk.values(group.x)), weight)
-            return score.topk(kept).indices.sort().values
+            if not self.config.refit:
+                return {"channels": largest(importance(list(walk.values(group.x)), weight), kept)}
+            moments = Moments(walk.values(group.x))
+            index = largest(moments.mean * weight.norm(dim=0), kept)
+            return {
+                "channels": index,
+                "weight": refitted(weight, moments.hessian, index, self.config.damping),
+            }
 
-        return collect(
-            graph, [SharedInput((site,)) for site in plan.sites], windows, solve, "channels", ctx, self.name
+        walk_through(
+            Walk(graph, windows, ctx.target),
+            [SharedInput((site,)) for site in plan.sites],
+            solve,
+            lambda group, solution, walk: found.append(dict(solution)),
+            FinishedGroups(ctx.workspace, "refit" if self.config.refit else "channels"),
+            lambda text, part=None: ctx.progress(f"{self.name}: {text}", part=part),
         )
+        return found
+
+
+def largest(score: Tensor, count: int) -> Tensor:
+    """The places [count] of the largest values of ``score``, in order."""
+    return score.topk(count).indices.sort().values
 
 
 def importance(activations: list[Tensor], down: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
     python -m bench.fleet decision
 
 Each replica has a full prefix cache; each prompt shares a prefix of a random length with each cache. Digests are
-made before the clock starts (``--with-digests`` counts the digests), and the log line of each decision is formatted and
+made before the clock starts (``--with-digests`` counts the digests), options to fetch KV from a peer count
+(``--local-only``: none), and the log line of each decision is formatted and
 written to the null device, as a server would. Exit code 1 for a p99 over ``MOST_SECONDS`` or more than ``MOST_BYTES``
 a block.
 """
@@ -24,6 +25,7 @@ import msgspec
 import numpy as np
 
 from optkit.fleet.index import Index
+from optkit.fleet.placement import Placement
 from optkit.fleet.replica import BlockChanges, Mark, ReplicaReport
 from optkit.fleet.router import Router
 from optkit.runtime.kv.digests import DigestChain, new_secret
@@ -44,6 +46,11 @@ def full_report(name: str, digests: Sequence[bytes], num_blocks: int, sequence: 
         prefill_seconds=PREFILL,
         kv_blocks_total=num_blocks,
         block_size=BLOCK_SIZE,
+        block_bytes=12_288 * BLOCK_SIZE,
+        kv_layout="layout",
+        peer_address=f"{name}:1",
+        num_running=random.randrange(8),
+        decode_seconds=0.01,
         changes=BlockChanges(Mark(name, sequence), is_snapshot=True, added=tuple(digests)),
     )
 
@@ -64,6 +71,7 @@ def decision_seconds(
     num_blocks: int,
     decisions: int,
     with_digests: bool,
+    placement: bool = True,
     clock: Callable[[], float] = time.perf_counter,
 ) -> np.ndarray:
     """Seconds of each decision, by ``clock``."""
@@ -71,7 +79,8 @@ def decision_seconds(
     chain = DigestChain(BLOCK_SIZE, secret)
     prompts = [[draw.randrange(49152) for _ in range(num_tokens)] for _ in range(64)]
     known = [chain.extend("", tokens, []) for tokens in prompts]
-    router = Router(secret)
+    router = Router(secret, tpot=0.05)
+    router.alternatives = Placement(0.05) if placement else None
     for number in range(replicas):
         held = [digest for digests in known for digest in digests[: draw.randrange(len(digests) + 1)]]
         other = [os.urandom(32) for _ in range(num_blocks - len(held))]
@@ -123,6 +132,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--decisions", type=int, default=20_000)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="blocks of an index to measure")
     parser.add_argument("--with-digests", action="store_true")
+    parser.add_argument("--local-only", action="store_true", help="without options to fetch KV")
     parser.add_argument("--cpu-time", action="store_true", help="time of the processor, for a busy machine")
     args = parser.parse_args(arguments)
     with open(os.devnull, "w", encoding="utf-8") as null:
@@ -133,6 +143,7 @@ def main(arguments: list[str]) -> int:
             num_blocks=args.blocks,
             decisions=args.decisions,
             with_digests=args.with_digests,
+            placement=not args.local_only,
             clock=time.thread_time if args.cpu_time else time.perf_counter,
         )
     p50, p99, worst = np.quantile(times, (0.5, 0.99, 1.0))

@@ -239,6 +239,7 @@ class LocalControl:
 
     Attributes:
         shares: of new requests for the new version, in order.
+        alarms: the reason of an alarm; empty: none.
     """
 
     def __init__(
@@ -252,6 +253,7 @@ class LocalControl:
         self._fleet, self._add, self._test, self._judge = fleet, add, test, judge
         self._split = fleet.split = split
         self.shares: list[float] = []
+        self.alarms = ""
 
     async def view(self) -> Sequence[ReplicaView]:
         return [
@@ -279,3 +281,6 @@ class LocalControl:
     async def shift(self, share: float) -> None:
         self.shares.append(share)
         self._split.share = share
+
+    async def alarm(self) -> str:
+        return self.alarms

@@ -20,11 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from optkit.kernels.reference_fp8 import quantize_fp8_per_token
+from optkit.kernels.reference_sparse_prefill import readable_keys
 
 KV_SCALE_BYTES = 4  # of the float32 scale of an int8 or float8 KV row
 KV_CODES = {torch.int8: torch.int8, torch.uint8: torch.float8_e4m3fn}  # type of a pool -> type of the codes
@@ -91,6 +93,8 @@ def attention(
     window: int = 0,
     softcap: float = 0.0,
     chunk: int = 0,
+    sparse_cover: float = 0.0,
+    sparse_from: int = 0,
 ) -> Tensor:
     """Causal attention of a ragged batch over the paged KV cache, after a write of K and V to the cache.
 
@@ -103,6 +107,9 @@ def attention(
     - ``slopes`` [H] float32 adds ``slope * (key position - query position)`` to a head's scores (ALiBi,
       arXiv 2108.12409).
     - ``sinks`` [H] float32 is one more score for each head, without a value: it takes its share of the softmax.
+    - ``sparse_cover`` > 0 has blocks of queries from position ``sparse_from`` on read only the blocks of keys with
+      such a share of an estimate of the attention (``reference_sparse_prefill``). A layer with a window, chunks or
+      slopes stays dense.
 
     int8 and uint8 pools hold rows of ``quantize_kv``. K and V of the call are attended in their quantized form, so
     the result does not depend on the cut of a prompt into calls.
@@ -110,7 +117,8 @@ def attention(
     if q.device.type != "meta":
         write_kv(k, v, k_cache, v_cache, slot_mapping)
     batch = query_start, seq_lens, block_tables
-    return paged_attention(q, k, v, k_cache, v_cache, *batch, sinks, slopes, scale, window, softcap, chunk)
+    scores: tuple[Any, ...] = (sinks, slopes, scale, window, softcap, chunk, sparse_cover, sparse_from)
+    return paged_attention(q, k, v, k_cache, v_cache, *batch, *scores)
 
 
 def paged_attention(
@@ -128,6 +136,8 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     chunk: int = 0,
+    sparse_cover: float = 0.0,
+    sparse_from: int = 0,
 ) -> Tensor:
     """``attention`` over a cache that holds K and V of the call already, as after ``rope_kv_write``.
 
@@ -148,7 +158,9 @@ def paged_attention(
                 values = keys[..., : v.shape[2]]
             else:
                 values = gather_kv(v_cache, block_tables[s], length)
-            out[rows] = attend(q[rows], keys, values, scale, window, softcap, chunk, sinks, slopes)
+            dense = not sparse_cover or window > 0 or chunk > 0 or slopes is not None
+            read = None if dense else readable_keys(q[rows], keys, scale, sparse_cover, sparse_from)
+            out[rows] = attend(q[rows], keys, values, scale, window, softcap, chunk, sinks, slopes, read)
     return out
 
 
@@ -244,8 +256,12 @@ def attend(
     chunk: int = 0,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    read: Tensor | None = None,
 ) -> Tensor:
-    """Attention of the last Tq tokens of a sequence: q [Tq, H, D] over k, v [Tk, Hkv, ...]; see ``attention``."""
+    """Attention of the last Tq tokens of a sequence: q [Tq, H, D] over k, v [Tk, Hkv, ...]; see ``attention``.
+
+    ``read`` [H, Tq, Tk] bool excludes further keys than the causal mask.
+    """
     tq, tk, shared = q.shape[0], k.shape[0], heads_per_key(q.shape[1], k.shape[1])
     dtype = torch.promote_types(q.dtype, k.dtype)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -256,6 +272,8 @@ def attend(
     if slopes is not None:
         scores = scores + slopes.to(dtype)[:, None, None] * distances(tq, tk, q.device)
     scores = scores.masked_fill(~causal_mask(tq, tk, window, q.device, chunk), float("-inf"))
+    if read is not None:
+        scores = scores.masked_fill(~read, float("-inf"))
     if sinks is not None:
         scores = torch.cat((scores, sinks.to(dtype)[:, None, None].expand(-1, tq, 1)), dim=-1)
     return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1)[..., :tk], v)

@@ -121,6 +121,7 @@ class Requests:
             tuple(choices),
             first.cached_tokens if first else 0,
             ttft(first) if first else 0.0,
+            first.kept_tokens if first else None,
         )
 
     async def _start(self, request: GenerationRequest) -> tuple[list[ChoiceJob], AsyncGenerator[Delta, None]]:

@@ -64,6 +64,7 @@ class Completion:
         prompt: the text of the prompt; of messages, the rendered text. Empty for a prompt of token ids.
         cached_tokens: prompt tokens whose KV was in the prefix cache.
         ttft_seconds: time to the first token, from the call on.
+        kept_tokens: prompt tokens that SpecPrefill computed, of all; None for a prompt computed whole.
     """
 
     prompt: str
@@ -71,6 +72,7 @@ class Completion:
     choices: tuple[Choice, ...]
     cached_tokens: int = 0
     ttft_seconds: float = 0.0
+    kept_tokens: int | None = None
 
     @property
     def text(self) -> str:

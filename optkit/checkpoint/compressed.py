@@ -87,6 +87,14 @@ def layers(config: Mapping[str, Any], source: Checked) -> list[QuantizedLinear]:
     return found
 
 
+def is_float(config: Mapping[str, Any], where: str) -> bool:
+    """True for a ``quantization_config`` that describes zeros in float weights, and no quantized layer."""
+    if config.get("config_groups") or not config.get("sparsity_config"):
+        return False
+    refuse_extensions({**config, "quantization_status": "compressed"}, where)
+    return True
+
+
 def with_tied(found: list[QuantizedLinear], name: str, source: Checked) -> list[QuantizedLinear]:
     """``found``, with the scales of module ``name``, a head tied to an int8 embedding, among the embedding's tensors.
 

@@ -21,6 +21,7 @@ from optkit.checkpoint.source import Source, open_source
 from optkit.checkpoint.tensors import changed_tensors, save_shards
 from optkit.checkpoint.validate import MAX_JSON_BYTES
 from optkit.graph.ir import Graph
+from optkit.graph.layer_names import layer_number
 from optkit.graph.stored import StoredTensor
 from optkit.untrusted_json import parse_json, read_bounded
 
@@ -46,9 +47,8 @@ def write_model(graph: Graph, source: Path, directory: Path) -> None:
     changed = changed_tensors(graph, files)
     used = {part.name for w in graph.weights.values() if w.origin for part in w.origin.parts}
     operands = {name for layer in files.layers.values() for name in layer.names()}
-    kept: dict[str, Tensor | StoredTensor] = {
-        name: files[name] for name in files.names() - set(changed) - (operands - used)
-    }
+    left = files.names() - set(changed) - (operands - used) - removed_layers(graph, files)
+    kept: dict[str, Tensor | StoredTensor] = {name: files[name] for name in left}
     tensors = model_tensors(graph, kept | changed)
     write_directory(directory, tensors, model_config(graph, files), source)
 
@@ -81,12 +81,22 @@ def model_config(graph: Graph, source: Source) -> dict[str, Any]:
     """config.json of the optimized model, from the config of ``source``."""
     config = {key: value for key, value in source.info.config.items() if key != "quantization_config"}
     config |= graph.annotations.get("config", {})
+    if isinstance(kinds := config.get("layer_types"), list):  # layers are removed where all are of one kind
+        config["layer_types"] = kinds[: config.get("num_hidden_layers", len(kinds))]
     quantization = quantization_config(graph)
     if quantization is not None:
         config = {**config, "quantization_config": quantization}
     if graph.meta.output_embedding in quantized_modules(graph) or unties_head(graph, source):
         config = {**config, "tie_word_embeddings": False}
     return config
+
+
+def removed_layers(graph: Graph, source: Source) -> set[str]:
+    """The tensors of ``source`` whose layer number is beyond the layers of ``graph``."""
+    count = graph.annotations.get("config", {}).get("num_hidden_layers")
+    if count is None:
+        return set()
+    return {name for name in source.names() if (layer_number(name) or 0) >= count}
 
 
 def unties_head(graph: Graph, source: Source) -> bool:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from torch import fx
+
 from optkit.checkpoint.compressed import FLOAT8, INTS, NAME, PACK
 from optkit.checkpoint.compressed_tensors_writer import quantized_embedding, stored_format
 from optkit.checkpoint.modules import modules
 from optkit.checkpoint.quantized_linear import INPUT_SCALE, ZERO_POINT, QuantizedLinear
 from optkit.graph import ops
-from optkit.graph.ir import Graph, module_name
+from optkit.graph.ir import TWO_FOUR, Graph, module_name
 from optkit.kernels import reference
 
 EXPERTS = r"re:.*\.experts\.\d+\..*"
@@ -28,8 +30,9 @@ def quantization_config(graph: Graph) -> dict[str, Any] | None:
     """The description, or None where nothing is stored quantized."""
     found = list(modules(graph))
     groups = config_groups(found, quantized_embedding(graph), graph.meta.output_embedding)
+    sparsity = sparsity_config(graph)
     if not groups:
-        return None
+        return sparsity and {"quant_method": NAME, "format": "dense", **sparsity}
     left = float_modules(graph) + [module.name for module in found if stored_format(module) is None]
     formats = {group["format"] for group in groups}
     described = {
@@ -42,7 +45,31 @@ def quantization_config(graph: Graph) -> dict[str, Any] | None:
     experts = expert_modules(graph)
     name_experts(groups, experts)
     in_float = any(map(packs_zero_points, groups)) or bool(experts)
-    return described | ({"dequantize": True} if in_float else {})
+    return described | ({"dequantize": True} if in_float else {}) | (sparsity or {})
+
+
+def sparsity_config(graph: Graph) -> dict[str, Any] | None:
+    """``sparsity_config`` of a graph with 2:4 sparse float layers, which are stored with their zeros; else None."""
+    names = set(graph.annotations.get(TWO_FOUR, ()))
+    sparse = [node for node in graph.linears() if node.name in names]
+    if not sparse:
+        return None
+    pruned = {str(ops.weight(node).target) for node in sparse}
+    sizes = {name: weight.shape.numel() for name, weight in graph.weights.items() if weight.origin}
+    described = {
+        "format": "dense",
+        "sparsity_structure": "2:4",
+        "global_sparsity": round(sum(sizes[name] for name in pruned) / 2 / sum(sizes.values()), 6),
+        "targets": ["Linear"],
+        "ignore": sorted(set(float_modules(graph)) - {m for node in sparse for m in modules_of(graph, node)}),
+    }
+    return {"sparsity_config": described}
+
+
+def modules_of(graph: Graph, linear: fx.Node) -> list[str]:
+    """The modules of the checkpoint in a linear layer, several of a fused one."""
+    weight = graph.weight_of(ops.weight(linear))
+    return [module_name(part.name) for part in weight.origin.parts] if weight and weight.origin else []
 
 
 def expert_modules(graph: Graph) -> set[str]:

@@ -88,6 +88,8 @@ def quantized_layers(files: TensorFiles) -> list[QuantizedLinear]:
     if config is None or config["quant_method"] == mxfp4.NAME:
         return []
     method = config["quant_method"]
+    if method == compressed.NAME and compressed.is_float(config, str(files.directory)):
+        return []
     if not files.info.tensors:
         raise UserError(
             "its config says that it is quantized, and how can only be seen from its weights",

@@ -5,18 +5,33 @@ from __future__ import annotations
 import enum
 import os
 import sys
+import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from optkit.cli import console
 from optkit.cli.engine_flags import size, with_engine_flags
+from optkit.cli.serve import check_prefill
 from optkit.errors import UserError
 from optkit.extras import need_extra
 from optkit.recipe.engine_options import ACCESS
 
-CLUSTER, KUBERNETES = "Cluster", "Kubernetes"  # groups in --help
+if TYPE_CHECKING:
+    from optkit.fleet.cluster import Cluster
+    from optkit.fleet.config import FleetConfig
+    from optkit.fleet.update import Deployed
+
+CLUSTER, UPDATES, KUBERNETES = "Cluster", "Updates", "Kubernetes"  # groups in --help
+ROLLED_BACK = 5  # exit code, as of `optkit bench` where a claim is not held
+
+
+class Strategy(enum.StrEnum):
+    """Ways from one artifact to another."""
+
+    rolling = "rolling"
+    recreate = "recreate"
 
 
 class Format(enum.StrEnum):
@@ -61,7 +76,43 @@ def deploy(
             help="With --max-replicas: seconds to the first token (p95) beyond which the fleet grows.",
         ),
     ] = 2.0,
+    prefill: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="So many of the replicas prefer to compute prompts for the others, which then decode without pauses. "
+            "A preference, not a wall: where a prompt is computed is decided by predicted time, for each request.",
+        ),
+    ] = 0,
     name: Annotated[str, typer.Option(help="Name of the application; each name is a fleet.")] = "optkit",
+    strategy: Annotated[
+        Strategy,
+        typer.Option(
+            rich_help_panel=UPDATES,
+            help="Where a fleet of another artifact runs under the name. rolling: replace its replicas one by one, "
+            "after a test and a comparison of the first new one with an old one under load; a failure brings the old "
+            "artifact back (exit code 5). recreate: end all at once, then start; no checks.",
+        ),
+    ] = Strategy.rolling,
+    max_surge: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=1,
+            rich_help_panel=UPDATES,
+            help="Replicas beside --replicas during a rolling update. 0: the cluster has no room for another, so one "
+            "fewer serves meanwhile.",
+        ),
+    ] = 1,
+    canary_bound: Annotated[
+        float,
+        typer.Option(
+            min=0.01,
+            rich_help_panel=UPDATES,
+            help="Most time to first token and time per token of the new artifact, as multiples of the old one's; to "
+            "be shown at 95 % confidence.",
+        ),
+    ] = 1.1,
     path_on_nodes: Annotated[
         str | None,
         typer.Option(
@@ -180,10 +231,12 @@ def deploy(
 ) -> None:
     """Serve replicas of an artifact on a Ray cluster, behind one HTTP address on every node.
 
-    Other applications of the cluster stay as they are; an application of the same name is updated. Whoever reaches
-    Ray's ports can run code on the nodes: docs/fleet.md says how to close them.
+    Other applications of the cluster stay as they are; a fleet of the same name is updated, to another artifact replica
+    by replica. Whoever reaches Ray's ports can run code on the nodes: docs/fleet.md says how to close them.
 
     Example: optkit deploy artifact/ --address http://head:8265 --replicas 4
+
+    Example: optkit deploy artifact-v2/ --replicas 4 --canary-bound 1.05
 
     Example: optkit deploy artifact/ --print kuberay --image registry.example/optkit:1 --claim models > fleet.yaml
     """
@@ -194,19 +247,22 @@ def deploy(
     from optkit.artifact.open import Artifact
     from optkit.fleet.autoscale import AutoscaleConfig
     from optkit.fleet.config import FleetConfig, HttpConfig
-    from optkit.fleet.manifests import Pods, ray_service, serve_config
+    from optkit.fleet.manifests import Pods, ray_service, replicas_name, serve_config
 
     opened = Artifact.open(artifact)
     if max_replicas is not None and max_replicas < replicas:
         raise UserError(f"it is below --replicas {replicas}", where=f"--max-replicas {max_replicas}")
+    check_prefill(prefill, replicas)
     threads = engine_options.get("threads") or opened.recipe.serving.threads or 1
     config = FleetConfig(
+        name=name,
         artifact=path_on_nodes or str(artifact.resolve()),
         digest=content_digest(opened.manifest),
         engine={**engine_options, "threads": threads},
         replicas=replicas,
         servers=servers,
         cpus=cpus or float(threads),
+        prefill=prefill,
         gpus=(0.0 if opened.recipe.target == "cpu" else 1.0) if gpus is None else gpus,
         drain_seconds=request_timeout or 3600.0,
         autoscale=None
@@ -225,22 +281,64 @@ def deploy(
     )
     if print_format is not None:
         pods = Pods(image, claim, secret=secret, memory=pod_memory)
-        is_serve = print_format is Format.serve
-        found = serve_config(config, name, port) if is_serve else ray_service(config, name, port, pods)
+        found = (
+            serve_config(config, port) if print_format is Format.serve else ray_service(config, port, pods)
+        )
         yaml.dump(found, sys.stdout, Dumper=readable(yaml.SafeDumper), sort_keys=False)
         return
     from optkit.fleet.cluster import DEFAULT_ADDRESS, Cluster
     from optkit.fleet.secrets import auth_token
+    from optkit.fleet.update import deployed
 
     place = address or os.environ.get("RAY_DASHBOARD_ADDRESS") or DEFAULT_ADDRESS
     cluster = Cluster(place, auth_token())
-    cluster.deploy(serve_config(config, name, port))
+    present = deployed(cluster.applications(), name)
+    if not served_model_name:
+        config = present.with_names(config)
+    others = present.without(config.digest)
+    if others and strategy is Strategy.rolling:
+        _roll(cluster, present, config, port, max_surge, canary_bound)
+    else:
+        cluster.deploy(serve_config(config, port), others)
     if timeout:
-        cluster.wait(name, timeout)
+        cluster.wait([replicas_name(config), name], timeout)
     state = "runs" if timeout else "is being started"
     console.stdout.print(
         f"{name} {state} on {cluster.address}: {replicas} replicas of {opened.name}, port {port}"
     )
+
+
+def _roll(
+    cluster: Cluster, present: Deployed, config: FleetConfig, port: int, max_surge: int, bound: float
+) -> None:
+    """Replace the replicas of another artifact; ends the command after a rollback."""
+    import asyncio
+
+    from optkit.fleet.rollout import Phase, Rollout
+    from optkit.fleet.update import ClusterControl, update
+
+    control = ClusterControl(cluster, present, config, port, bound)
+    begun = time.monotonic()
+
+    def tell(line: str) -> None:
+        console.stderr.print(f"{time.monotonic() - begun:6.1f} s  {line}")
+
+    count = config.replicas if config.autoscale is None else max(config.replicas, present.counts[control.old])
+    try:
+        rollout = Rollout(control.old, control.new, count, max_surge=max_surge)
+    except ValueError as error:
+        raise UserError(
+            str(error), where=f"--max-surge {max_surge}", fix="give 1, or --strategy recreate"
+        ) from error
+    tell(f"{config.name}: {control.old[:12]} is replaced by {control.new[:12]}")
+    try:
+        asyncio.run(update(control, rollout, tell))
+    except KeyboardInterrupt:
+        fix = "the same command goes on; deploy the old artifact to go back"
+        raise UserError(f"the update was left at {rollout.phase.value}", where=config.name, fix=fix) from None
+    if rollout.phase is Phase.FAILED:
+        console.stderr.print(f"error: {config.name}: the update was rolled back: {rollout.reason}")
+        raise typer.Exit(ROLLED_BACK)
 
 
 def readable(dumper: Any) -> Any:

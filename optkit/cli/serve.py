@@ -224,6 +224,15 @@ def serve(
             "deploy.",
         ),
     ] = None,
+    prefill: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            rich_help_panel=FLEET,
+            help="So many of the replicas prefer to compute prompts for the others, which then decode without pauses. "
+            "A preference, not a wall: where a prompt is computed is decided by predicted time, for each request.",
+        ),
+    ] = 0,
     log_format: Annotated[
         LogFormat, typer.Option(rich_help_panel=ACCESS, help="Log lines for people or for machines.")
     ] = LogFormat.text,
@@ -264,6 +273,7 @@ def serve(
     on_demand = len(named) > 1 or any(
         value is not None for value in (memory_budget, idle_timeout, load_timeout)
     )
+    check_prefill(prefill, replicas or 1)
     if replicas is not None:
         check_alone(on_demand)
         need_extra("fleet", "--replicas")
@@ -301,7 +311,7 @@ def serve(
         if replicas is not None:
             from optkit.fleet.ray_local import run as run_fleet
 
-            raise typer.Exit(run_fleet(named[0][1], options, replicas))
+            raise typer.Exit(run_fleet(named[0][1], options, replicas, prefill))
         if not on_demand:
             raise typer.Exit(run(named[0][1], options, launched=launched))
     from optkit.serve.models.server import NamedArtifact, PoolOptions, run_models
@@ -319,6 +329,13 @@ def check_alone(on_demand: bool) -> None:
         what = "replicas are of one artifact, which is always loaded"
         fix = "leave out the further artifacts, --memory-budget, --idle-timeout and --load-timeout"
         raise UserError(what, where="--replicas", fix=fix)
+
+
+def check_prefill(prefill: int, replicas: int) -> None:
+    """Raise UserError where no replica would be left to answer."""
+    if prefill and prefill >= replicas:
+        fix = f"give a number below --replicas, which is {replicas}"
+        raise UserError("a replica must be left that answers", where=f"--prefill {prefill}", fix=fix)
 
 
 def name_and_directory(text: str) -> tuple[str | None, Path]:

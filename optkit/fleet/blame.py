@@ -9,6 +9,7 @@ the next engine before the answer has a token more than at the first death. Thus
    are suspects, and are moved.
 3. Dead without a suspect on board, for the second time in the life of a request: the request fails. So a cause with
    some tokens between the deaths ends two engines as well.
+4. Dead while it computed the prompt of a request for another replica: the request is a suspect there.
 
 The rules are those of ``optkit.serve.quarantine``, which guards an engine against repeated requests; here a single
 ledger guards all replicas of an API process. Plain state without input, output or waiting.
@@ -109,6 +110,18 @@ class Ledger:
         self._suspects.pop(name, None)
         del self._probations[replica]
         return True
+
+    def source_died(self, replica: str, request_id: str, name: bytes, now: float) -> None:
+        """Suspect a request whose prompt was computed for ``replica`` by another replica that died.
+
+        ``replica`` computes the prompt now, on probation: a death there is the second of the same request. Beside
+        another suspect there is no probation, and the request is no suspect.
+        """
+        if replica in self._probations:
+            return
+        known, _ = self._suspects.get(name, (0, 0.0))
+        self._suspects.remember(name, (known, now + BLOCK_SECONDS))
+        self._probations[replica] = (request_id, name)
 
     def died(
         self,

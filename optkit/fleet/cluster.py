@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -38,16 +39,21 @@ class Cluster:
             base_url=self.address, headers=headers, timeout=TIMEOUT, transport=transport
         )
 
-    def deploy(self, config: dict[str, Any]) -> None:
-        """Apply the application in ``config``; other applications of the cluster stay."""
+    def deploy(self, config: dict[str, Any], ends: Collection[str] = ()) -> None:
+        """Apply the applications in ``config``; other applications of the cluster stay.
+
+        Args:
+            ends: names of applications that end.
+        """
         present = self._call("GET")
-        mine = {application["name"] for application in config["applications"]}
+        mine = {application["name"] for application in config["applications"]} | set(ends)
         others = [
             details["deployed_app_config"]
             for name, details in present.get("applications", {}).items()
             if name not in mine and details.get("deployed_app_config")
         ]
         paths = {other.get("route_prefix", "/"): other["name"] for other in others}
+        paths.pop(None, None)  # without a path
         for application in config["applications"]:
             path = application["route_prefix"]
             if path in paths:
@@ -57,27 +63,24 @@ class Cluster:
                 )
         self._call("PUT", config | {"applications": [*others, *config["applications"]]})
 
-    def status(self, name: str) -> tuple[str, str]:
-        """The status of application ``name``, such as DEPLOYING, and the messages of the parts."""
-        found = self._call("GET").get("applications", {}).get(name)
-        if found is None:
-            return "NOT_STARTED", ""
-        parts = found.get("deployments", {}).values()
-        return str(found["status"]), " ".join(
-            [found.get("message", ""), *(part["message"] for part in parts)]
-        )
+    def applications(self) -> dict[str, dict[str, Any]]:
+        """The details of each application, by name."""
+        found: dict[str, dict[str, Any]] = self._call("GET").get("applications", {})
+        return found
 
-    def wait(self, name: str, timeout: float) -> None:
-        """Return when application ``name`` is running.
+    def wait(self, names: Sequence[str], timeout: float) -> None:
+        """Return when the applications ``names`` are running.
 
         Raises:
             UserError: a failure, or no running application after ``timeout`` seconds.
         """
-        end = time.monotonic() + timeout
-        while True:
-            status, message = self.status(name)
+        end, left = time.monotonic() + timeout, list(names)
+        while left:
+            name = left[0]
+            status, message = status_of(self.applications().get(name))
             if status == "RUNNING":
-                return
+                left.pop(0)
+                continue
             if status == "DEPLOY_FAILED":
                 raise UserError(f"the deployment failed: {reason_in(message)}", where=self.address)
             if time.monotonic() > end:
@@ -102,6 +105,16 @@ class Cluster:
         except ValueError as error:
             raise UserError("this is no dashboard of Ray", where=self.address) from error
         return found if isinstance(found, dict) else {}
+
+
+def status_of(details: Mapping[str, Any] | None) -> tuple[str, str]:
+    """The status of an application, such as DEPLOYING, and the messages of the parts, from the details."""
+    if details is None:
+        return "NOT_STARTED", ""
+    parts = details.get("deployments", {}).values()
+    return str(details["status"]), " ".join(
+        [details.get("message", ""), *(part["message"] for part in parts)]
+    )
 
 
 def reason_in(message: str) -> str:

@@ -18,6 +18,7 @@ from optkit.errors import UserError
 from optkit.fleet.autoscale import AutoscaleConfig
 from optkit.machine.target import usable_cores
 from optkit.recipe.engine_options import checked, engine_options
+from optkit.runtime.kv.events import for_rank
 from optkit.runtime.process.launch import DEFAULT_FACTORY
 from optkit.serve.server import ServeOptions
 
@@ -66,12 +67,14 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """A fleet of replicas of an artifact.
 
     Attributes:
+        name: of the fleet; names its applications, its actors and its secret.
         artifact: directory on each node.
         digest: of the artifact; a node with another artifact refuses to serve. Empty accepts any.
         engine: the given options of the engine, by name.
         replicas: number of replicas.
         servers: number of processes with the HTTP server.
         cpus, gpus: reserved for each replica, on a single node.
+        prefill: replicas that prefer to compute the prompts of the others.
         drain_seconds: time for running answers when a replica leaves.
         autoscale: limits and promise of a fleet of changing size, with ``replicas`` at first; None: fixed.
         http: options of the server.
@@ -79,12 +82,14 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
 
     artifact: str
+    name: str = "optkit"
     digest: str = ""
     engine: dict[str, Any] = {}
     replicas: int = 1
     servers: int = 1
     cpus: float = 1.0
     gpus: float = 0.0
+    prefill: int = 0
     drain_seconds: float = 600.0
     autoscale: AutoscaleConfig | None = None
     http: HttpConfig = HttpConfig()
@@ -94,6 +99,57 @@ class FleetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def most_replicas(self) -> int:
         """The most replicas of the fleet."""
         return self.replicas if self.autoscale is None else self.autoscale.max_replicas
+
+    @property
+    def of_replicas(self) -> FleetConfig:
+        """The part that a replica depends on: a change of anything else starts no replica anew."""
+        plain = FleetConfig(artifact="")
+        return msgspec.structs.replace(
+            self, replicas=plain.replicas, servers=plain.servers, autoscale=None, http=plain.http
+        )
+
+    @property
+    def of_servers(self) -> FleetConfig:
+        """The part that an HTTP server depends on."""
+        plain = FleetConfig(artifact="")
+        return msgspec.structs.replace(
+            self,
+            engine=plain.engine,
+            replicas=self.most_replicas,
+            servers=plain.servers,
+            cpus=plain.cpus,
+            gpus=plain.gpus,
+            autoscale=None,
+        )
+
+    def for_rank(self, local_rank: int) -> FleetConfig:
+        """The config for the replica number ``local_rank`` of a machine, whose ports are its own."""
+        events = self.engine.get("kv_events_config")
+        if not events:
+            return self
+        return msgspec.structs.replace(
+            self, engine={**self.engine, "kv_events_config": for_rank(events, local_rank)}
+        )
+
+    def scale(self) -> dict[str, Any]:
+        """The number of replicas as options of a deployment of Ray Serve: fixed, or by the autoscaling policy alone."""
+        if self.autoscale is None:
+            return {"num_replicas": self.replicas}
+        policy = {
+            "policy_function": f"{__package__}.serve_policy:PredictedTtftPolicy",
+            "policy_kwargs": msgspec.to_builtins(self.autoscale),
+        }
+        scaling = {
+            "min_replicas": self.autoscale.min_replicas,
+            "initial_replicas": self.replicas,
+            "max_replicas": self.autoscale.max_replicas,
+            "metrics_interval_s": 1.0,
+            "look_back_period_s": 2.0,
+            "upscale_delay_s": 0.0,  # the policy has delays of its own
+            "downscale_delay_s": 0.0,
+            "policy": policy,
+        }
+        return {"autoscaling_config": scaling}
 
     def to_args(self) -> dict[str, Any]:
         """The config as JSON values, without what is default."""

@@ -51,7 +51,9 @@ class _Known:
         """The replica takes requests."""
         report = self.report
         is_heard = time.monotonic() - self.heard < SILENCE_SECONDS
-        return is_heard and report is not None and report.is_ready and not report.is_draining
+        return (
+            is_heard and report is not None and report.is_ready and not (report.is_draining or report.is_held)
+        )
 
 
 class _Chosen:
@@ -156,6 +158,7 @@ class FleetEngine:
 
     async def _lose(self, name: str) -> None:
         known = self._known.pop(name)
+        self.failover.source_gone(name)
         if known.watch is not None:
             known.watch.cancel()
             await asyncio.gather(known.watch, return_exceptions=True)
@@ -174,6 +177,7 @@ class FleetEngine:
             except (ReplicaGone, TimeoutError) as error:
                 known.heard = float("-inf")
                 if isinstance(error, ReplicaGone):
+                    self.failover.source_gone(known.member.replica_id)
                     self.router.remove(known.member.replica_id)
             if known.is_ready and not was_ready:
                 self.failover.wake()
@@ -186,6 +190,8 @@ class FleetEngine:
         since, asked = self.router.mark(name), self.router.clock()
         report = await known.member.report(since)
         is_new = known.info is None or last is None or last.num_restarts != report.num_restarts
+        if not report.is_ready or (is_new and last is not None):
+            self.failover.source_gone(name)
         if report.is_ready and is_new:
             known.info = await known.member.engine_info()
             self._info = self._info or known.info
@@ -213,6 +219,11 @@ class FleetEngine:
     def reports(self) -> list[ReplicaReport]:
         """The latest report of each replica."""
         return [known.report for known in self._known.values() if known.report]
+
+    def member(self, replica_id: str) -> Member | None:
+        """A replica that has reported; None where there is none of the name."""
+        known = self._known.get(replica_id)
+        return known.member if known is not None and known.report is not None else None
 
     @property
     def ready_ids(self) -> set[str]:

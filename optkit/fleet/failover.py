@@ -27,7 +27,7 @@ from typing import NamedTuple, cast
 import msgspec
 
 from optkit.fleet.blame import Ledger, Verdict
-from optkit.fleet.replica import Replica, ReplicaGone, Work
+from optkit.fleet.replica import Fetch, Replica, ReplicaGone, Work
 from optkit.runtime.process.client import ENGINE_DIED, ENGINE_GONE
 from optkit.runtime.types import EngineRequest, FinishReason, TokenOutput
 from optkit.serve.quarantine import QUARANTINED, fingerprint, refusal
@@ -162,11 +162,17 @@ class Failover:
         self.ledger = Ledger()
         self._changed = asyncio.Event()  # set for a moment when a waiting request may find a replica
         self.num_migrations = self.num_moves = 0
+        self._sourced: dict[str, dict[str, tuple[str, _Stream]]] = {}  # source -> request -> target, stream
 
     def wake(self) -> None:
         """Have waiting requests look for a replica at once: one has come, or a probation has ended."""
         self._changed.set()
         self._changed.clear()
+
+    def source_gone(self, replica: str) -> None:
+        """Suspect the requests whose prompts ``replica`` was computing for other replicas when it died."""
+        for request_id, (target, stream) in self._sourced.pop(replica, {}).items():
+            self.ledger.source_died(target, request_id, stream.name, self._clock())
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
         """Outputs until an output has a ``finish_reason``. Closing or cancelling the generator aborts the request."""
@@ -181,6 +187,8 @@ class Failover:
                 yield ended(request, ENGINE_DIED if stream.tokens else ENGINE_GONE)
                 return
             replica = placed.replica.replica_id
+            if (fetch := placed.work.fetch) is not None and fetch.computes:
+                self._sourced.setdefault(fetch.source, {})[request.request_id] = replica, stream
             try:
                 async with aclosing(self._outputs(stream, placed)) as outputs:
                     async for output in outputs:
@@ -189,11 +197,17 @@ class Failover:
             except ReplicaGone as gone:
                 verdict = self._judge(stream, replica, gone)
             finally:
+                self._forget_source(placed.work.fetch, request.request_id)
                 self.ledger.end(replica, request.request_id)
                 self.wake()
             if verdict is Verdict.UNLUCKY:
                 yield ended(request, ENGINE_DIED)
                 return
+
+    def _forget_source(self, fetch: Fetch | None, request_id: str) -> None:
+        """The prompt of a request is computed, or the request has ended."""
+        if fetch is not None:
+            self._sourced.get(fetch.source, {}).pop(request_id, None)
 
     async def _place(self, stream: _Stream) -> Placed | None:
         """A replica for the rest of ``stream``; None after the patience has ended."""
@@ -233,6 +247,7 @@ class Failover:
         source = cast(AsyncGenerator[TokenOutput, None], placed.replica.generate(placed.work))
         async with aclosing(source) as outputs:
             async for output in outputs:
+                self._forget_source(placed.work.fetch, request_id)
                 self._note_migration(stream, replica)
                 if output.error == QUARANTINED:
                     self.ledger.block(stream.name, self._clock())

@@ -41,6 +41,9 @@ class LocalReplica:
 
     Args:
         replica_id, version: of the reports.
+
+    Attributes:
+        is_held, prefill_weight: as in ``ReplicaReport``.
     """
 
     def __init__(self, engine: ReportingEngine, replica_id: str, version: str = "") -> None:
@@ -49,6 +52,7 @@ class LocalReplica:
         self._reported: ReplicaReport | None = None
         self._running = 0
         self._is_draining = False
+        self.is_held, self.prefill_weight = False, 1.0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -81,6 +85,8 @@ class LocalReplica:
             self._version,
             is_ready=answer.report is not None and self._engine.is_healthy,
             is_draining=self._is_draining,
+            is_held=self.is_held,
+            prefill_weight=self.prefill_weight,
             stats=self._engine.stats,
             num_restarts=self._engine.num_restarts,
             is_restarting=self._engine.is_restarting,

@@ -1,6 +1,9 @@
 """Descriptions of a fleet for a cluster: the config of Ray Serve, and a RayService manifest for KubeRay.
 
-Both are plain data, made without Ray. Neither holds a secret: the manifest refers to Kubernetes Secrets by name.
+A fleet is an application with the HTTP servers, and an application with the replicas of each version of the artifact:
+one, and two during an update. So versions start and end apart from each other, and neither starts the servers anew.
+
+All are plain data, made without Ray. None holds a secret: the manifest refers to Kubernetes Secrets by name.
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ from typing import Any
 
 from optkit.fleet.config import FleetConfig
 
-IMPORT_PATH = f"{__package__}.ray_app:build"  # imported on the nodes, not by the command that deploys
+SERVERS_PATH = f"{__package__}.ray_app:build"  # imported on the nodes, not by the command that deploys
+REPLICAS_PATH = f"{__package__}.ray_app:build_replicas"
+SERVERS, REPLICAS = "Api", "EngineReplica"  # names of deployments
 KEY_VARIABLE, TOKEN_VARIABLE = "OPTKIT_API_KEY", "RAY_AUTH_TOKEN"
 SECRET_KEYS = {
     KEY_VARIABLE: "api-key",
@@ -18,6 +23,7 @@ SECRET_KEYS = {
 }  # environment variable -> key of the Secret
 VOLUME = "artifacts"
 PORTS = {"gcs-server": 6379, "dashboard": 8265, "client": 10001}
+SHOWN = 12  # digits of a digest in names
 
 
 @dataclass(frozen=True)
@@ -41,46 +47,78 @@ class Pods:
     memory: str = "4Gi"
 
 
-def serve_config(config: FleetConfig, name: str, port: int) -> dict[str, Any]:
-    """The config of Ray Serve with an application, for ``serve deploy`` and the dashboard's REST API."""
+def serve_config(config: FleetConfig, port: int) -> dict[str, Any]:
+    """The config of Ray Serve with the fleet's applications, for ``serve deploy`` and the dashboard's REST API."""
+    return {**http_options(config, port), "applications": [servers(config), replicas(config)]}
+
+
+def http_options(config: FleetConfig, port: int) -> dict[str, Any]:
+    """The part of a Serve config beside the applications."""
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": config.http.host, "port": port, "keep_alive_timeout_s": 90},
-        "applications": [application(config, name)],
     }
 
 
-def application(config: FleetConfig, name: str) -> dict[str, Any]:
-    """The application of the fleet in a Serve config."""
+def servers(config: FleetConfig) -> dict[str, Any]:
+    """The application of the HTTP servers in a Serve config."""
     return {
-        "name": name,
+        "name": config.name,
         "route_prefix": config.http.root_path or "/",
-        "import_path": IMPORT_PATH,
-        "args": config.to_args(),
-        "deployments": [
-            *([] if config.autoscale else [{"name": "EngineReplica", "num_replicas": config.replicas}]),
-            {"name": "Api", "num_replicas": config.servers},
-        ],
+        "import_path": SERVERS_PATH,
+        "args": config.of_servers.to_args(),
+        "deployments": [{"name": SERVERS, "num_replicas": config.servers}],
     }
 
 
-def ray_service(config: FleetConfig, name: str, port: int, pods: Pods) -> dict[str, Any]:
+def replicas(config: FleetConfig) -> dict[str, Any]:
+    """The application of the replicas of the artifact in a Serve config; they take requests of clients."""
+    return {
+        "name": replicas_name(config),
+        "route_prefix": None,
+        "import_path": REPLICAS_PATH,
+        "args": config.of_replicas.to_args(),
+        "deployments": [{"name": REPLICAS, **config.scale(), "user_config": {"open": True}}],
+    }
+
+
+def replicas_name(config: FleetConfig) -> str:
+    """The name of the application with the replicas of the artifact."""
+    return f"{config.name}-{config.digest[:SHOWN]}"
+
+
+def scaled(application: dict[str, Any], count: int, *, is_open: bool) -> dict[str, Any]:
+    """An application of ``replicas`` with ``count`` replicas, which the autoscaler leaves alone.
+
+    Args:
+        is_open: the replicas take requests of clients.
+    """
+    (deployment,) = application["deployments"]
+    if scaling := deployment.get("autoscaling_config"):
+        limits = dict.fromkeys(("min_replicas", "initial_replicas", "max_replicas"), count)
+        scale: dict[str, Any] = {"autoscaling_config": {**scaling, **limits}}
+    else:
+        scale = {"num_replicas": count}
+    return {**application, "deployments": [{**deployment, **scale, "user_config": {"open": is_open}}]}
+
+
+def ray_service(config: FleetConfig, port: int, pods: Pods) -> dict[str, Any]:
     """The RayService manifest: a head pod with the servers, and a pod for each replica."""
     import yaml
 
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayService",
-        "metadata": {"name": name},
+        "metadata": {"name": config.name},
         "spec": {
-            "serveConfigV2": yaml.safe_dump(serve_config(config, name, port), sort_keys=False),
+            "serveConfigV2": yaml.safe_dump(serve_config(config, port), sort_keys=False),
             "rayClusterConfig": {
                 **({"enableInTreeAutoscaling": True} if config.autoscale else {}),
                 "rayVersion": pods.ray_version,
                 "headGroupSpec": {
                     "rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0"},
                     "template": _pod(
-                        "ray-head", {"cpu": "2", "memory": "4Gi"}, pods, {**PORTS, "serve": port}
+                        "ray-head", {"cpu": "2", "memory": "4Gi"}, pods, {**PORTS, "serve": port}, config
                     ),
                 },
                 "workerGroupSpecs": [
@@ -90,7 +128,7 @@ def ray_service(config: FleetConfig, name: str, port: int, pods: Pods) -> dict[s
                         "minReplicas": config.autoscale.min_replicas if config.autoscale else config.replicas,
                         "maxReplicas": config.most_replicas,
                         "rayStartParams": {},
-                        "template": _pod("ray-worker", _resources(config, pods), pods, {}),
+                        "template": _pod("ray-worker", _resources(config, pods), pods, {}, config),
                     }
                 ],
             },
@@ -104,8 +142,10 @@ def _resources(config: FleetConfig, pods: Pods) -> dict[str, str]:
     return found | ({"nvidia.com/gpu": f"{config.gpus:g}"} if config.gpus else {})
 
 
-def _pod(container: str, resources: dict[str, str], pods: Pods, ports: dict[str, int]) -> dict[str, Any]:
-    """The template of a pod with Ray."""
+def _pod(
+    container: str, resources: dict[str, str], pods: Pods, ports: dict[str, int], config: FleetConfig
+) -> dict[str, Any]:
+    """The template of a pod with Ray. Another artifact is another annotation, for which KubeRay makes a new cluster."""
     body: dict[str, Any] = {
         "name": container,
         "image": pods.image,
@@ -126,4 +166,4 @@ def _pod(container: str, resources: dict[str, str], pods: Pods, ports: dict[str,
         body["volumeMounts"] = [{"name": VOLUME, "mountPath": pods.mount, "readOnly": True}]
         claim = {"claimName": pods.claim, "readOnly": True}
         spec["volumes"] = [{"name": VOLUME, "persistentVolumeClaim": claim}]
-    return {"spec": spec}
+    return {"metadata": {"annotations": {"optkit/artifact": config.digest[:SHOWN]}}, "spec": spec}

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from optkit.fleet.engine import FleetEngine
 from optkit.fleet.replica import ReplicaReport
 
-STATES = ("ready", "draining", "restarting", "lost")
+STATES = ("ready", "held", "draining", "restarting", "lost")
 
 
 class FleetMetrics(Collector):
@@ -59,4 +59,6 @@ def state_of(report: ReplicaReport, is_ready: bool) -> str:
         return "ready"
     if report.is_draining:
         return "draining"
+    if report.is_ready and report.is_held:
+        return "held"
     return "restarting" if report.is_restarting else "lost"

@@ -1,4 +1,7 @@
-"""The way to the replicas of a Ray cluster (imports Ray): calls of their actors, and the list of the actors."""
+"""The way to the replicas of a Ray cluster (imports Ray): calls of their actors, and the list of the actors.
+
+Tokens take another way (``optkit.fleet.channel``), whose address is asked by a call.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,11 @@ from ray.exceptions import RayError
 from ray.util import list_named_actors
 
 from optkit.errors import first_line
+from optkit.fleet.channel import ChannelClient, connect
 from optkit.fleet.ray_replica import NAMESPACE, worker_name
 from optkit.fleet.remote_replica import RemoteReplica
 from optkit.fleet.replica import ReplicaGone
+from optkit.fleet.secrets import digest_secret
 
 log = logging.getLogger("optkit.fleet")
 
@@ -25,8 +30,8 @@ LIST_SECONDS = 0.5  # between two looks at the cluster's actors
 class RayStub:
     """The calls of a worker's actor (``optkit.fleet.wire.Stub``)."""
 
-    def __init__(self, actor: ActorHandle, replica_id: str) -> None:
-        self._actor, self._replica_id = actor, replica_id
+    def __init__(self, actor: ActorHandle, replica_id: str, secret: bytes) -> None:
+        self._actor, self._replica_id, self._secret = actor, replica_id, secret
 
     async def _call(self, method: str, *arguments: object) -> Any:
         try:
@@ -35,17 +40,9 @@ class RayStub:
             reason = first_line(error)
             raise ReplicaGone(reason, was_begun=False, replica_id=self._replica_id) from error
 
-    async def open(self, link: str) -> None:
-        await self._call("open", link)
-
-    async def submit(self, link: str, sent: bytes) -> None:
-        await self._call("submit", link, sent)
-
-    async def abort(self, link: str, request_id: str) -> None:
-        await self._call("abort", link, request_id)
-
-    async def take(self, link: str) -> bytes:
-        return bytes(await self._call("take", link))
+    async def link(self) -> ChannelClient:
+        host, port = await self._call("address")
+        return await connect(host, port, self._secret, self._replica_id)
 
     async def report(self, since: bytes) -> bytes:
         return bytes(await self._call("report", since))
@@ -76,10 +73,10 @@ class RayStub:
 
 
 class RayMembers:
-    """The replicas of the application ``app``: the named actors, looked up every ``LIST_SECONDS``."""
+    """The replicas of the fleet ``name``: the named actors, looked up every ``LIST_SECONDS``."""
 
-    def __init__(self, app: str) -> None:
-        self._app = app
+    def __init__(self, name: str) -> None:
+        self._name, self._secret = name, digest_secret(name)
 
     async def changes(self) -> AsyncIterator[Sequence[RemoteReplica]]:
         present: dict[str, RemoteReplica] = {}
@@ -92,13 +89,16 @@ class RayMembers:
             if actors.keys() != present.keys():
                 kept = {name: present[name] for name in present.keys() & actors.keys()}
                 come = {name: actor for name, actor in actors.items() if actor is not None}
-                present = kept | {name: RemoteReplica(RayStub(come[name], name), name) for name in come}
+                present = kept | {name: self._member(name, actor) for name, actor in come.items()}
                 yield list(present.values())
             await asyncio.sleep(LIST_SECONDS)
 
+    def _member(self, replica_id: str, actor: ActorHandle) -> RemoteReplica:
+        return RemoteReplica(RayStub(actor, replica_id, self._secret), replica_id)
+
     def _actors(self, known: Collection[str]) -> dict[str, ActorHandle | None]:
         """The actors by replica id; None for a known actor. Blocks for a call to the head node."""
-        prefix = worker_name(self._app, "")
+        prefix = worker_name(self._name, "")
         entries = list_named_actors(all_namespaces=True)
         names = [entry["name"] for entry in entries if entry["namespace"] == NAMESPACE]
         found: dict[str, ActorHandle | None] = {}

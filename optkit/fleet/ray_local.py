@@ -52,9 +52,13 @@ def run(
     directory: Path,
     options: ServeOptions,
     replicas: int,
+    prefill: int = 0,
     announce: Callable[[str], None] = print_line,
 ) -> int:
     """Serve ``replicas`` replicas of an artifact on the local machine until a signal; returns the exit code.
+
+    Args:
+        prefill: replicas that prefer to compute the prompts of the others.
 
     Raises:
         UserError: as ``optkit.serve.server.run``, or Ray does not start.
@@ -68,6 +72,7 @@ def run(
             digest=content_digest(artifact.manifest),
             engine={**options.engine, "threads": threads},
             replicas=replicas,
+            prefill=prefill,
             cpus=threads,
             gpus=0 if artifact.recipe.target == "cpu" else 1,
             drain_seconds=options.request_timeout or 600.0,
@@ -94,6 +99,22 @@ def set_environment() -> None:
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
+def run_replicas(config: FleetConfig) -> None:
+    """Have the connected cluster run Serve without proxies, and the replicas of ``config``."""
+    from ray import serve
+
+    from optkit.fleet.ray_replica import replica_deployment
+
+    serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
+    target = serve.RunTarget(
+        replica_deployment(config).bind(config.of_replicas.to_args()),
+        name=APP,
+        route_prefix=None,
+        logging_config={"log_level": "WARNING"},
+    )
+    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+
+
 class LocalRay:
     """A Ray cluster of the local machine alone, with Serve and the replicas of ``config``."""
 
@@ -108,9 +129,8 @@ class LocalRay:
         """
         set_environment()
         import ray
-        from ray import serve
 
-        from optkit.fleet.ray_replica import NAMESPACE, replica_deployment
+        from optkit.fleet.ray_replica import NAMESPACE
 
         config = self._config
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -123,16 +143,7 @@ class LocalRay:
                 namespace=NAMESPACE,
                 logging_level=logging.ERROR,
             )
-            serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
-            target = serve.RunTarget(
-                replica_deployment(config).bind(config.to_args()),
-                name=APP,
-                route_prefix=None,
-                logging_config={"log_level": "WARNING"},
-            )
-            serve.run_many(
-                [target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
-            )
+            run_replicas(config)
         except (RuntimeError, ConnectionError, OSError, ValueError, TimeoutError) as error:
             raise UserError(f"Ray does not start: {first_line(error)}", where="--replicas") from error
 

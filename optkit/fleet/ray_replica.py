@@ -12,16 +12,18 @@ import logging
 import os
 from typing import Any
 
-import msgspec
 import ray
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve.schema import ReplicaRank
 
 from optkit.artifact.manifest import content_digest
 from optkit.errors import UserError, first_line
 from optkit.fleet.autoscale import metrics_of
+from optkit.fleet.channel import ChannelServer
 from optkit.fleet.config import FleetConfig, read_config
 from optkit.fleet.local import LocalReplica
+from optkit.fleet.manifests import REPLICAS
 from optkit.fleet.replica import ReplicaGone
 from optkit.fleet.secrets import digest_secret
 from optkit.fleet.served_replica import ServedReplica
@@ -37,6 +39,7 @@ log = logging.getLogger("optkit.fleet")
 
 NAMESPACE = "optkit"
 MAX_CALLS = 10_000  # of a worker at once; the engine and the server have limits of their own
+PREFILL_WEIGHT = 4.0  # of replicas that prefer prompts of others: a second there counts as a quarter
 STARTING = "the replica is starting"
 
 
@@ -47,6 +50,8 @@ class Worker(ServedReplica):
         logs.configure()
         self._config, self._replica_id, self._secret = read_config(args), replica_id, secret
         self._supervisor: EngineSupervisor | None = None
+        self._channel: ChannelServer | None = None
+        self._address: tuple[str, int] | None = None
 
     async def start(self) -> str | None:
         """Load the engine; returns the error of a config or an unusable artifact, as a line."""
@@ -55,8 +60,20 @@ class Worker(ServedReplica):
         except UserError as error:
             return error.line()
         self._local = LocalReplica(self._supervisor, self._replica_id, self._config.digest)
+        self._local.is_held = True  # until the deployment says otherwise
         super().__init__(self._local)
+        self._channel = ChannelServer(self, self._secret)
+        self._address = await self._channel.start(ray.util.get_node_ip_address())
         return None
+
+    async def admit(self, is_open: bool, rank: int) -> None:
+        """Let requests of clients come, or only requests that ask for this version.
+
+        Args:
+            rank: among the replicas of the version; the first ones prefer prompts of other replicas.
+        """
+        self._local.is_held = not is_open
+        self._local.prefill_weight = PREFILL_WEIGHT if rank < self._config.prefill else 1.0
 
     async def load(self) -> dict[str, float]:
         """The work of the replica, as metrics of Ray Serve."""
@@ -67,10 +84,17 @@ class Worker(ServedReplica):
             raise ReplicaGone(STARTING, was_begun=False, replica_id=self._replica_id)
         return await super().report(since)
 
-    async def open(self, link: str) -> None:
-        if self._supervisor is None:
+    async def address(self) -> tuple[str, int]:
+        """Host and port for links (``optkit.fleet.channel``)."""
+        if self._address is None:
             raise ReplicaGone(STARTING, was_begun=False, replica_id=self._replica_id)
-        await super().open(link)
+        return self._address
+
+    async def drain(self) -> None:
+        """Take no new requests; return when the last output has been sent."""
+        await super().drain()
+        if self._channel is not None:
+            await self._channel.flushed()
 
     async def until_lost(self) -> None:
         """Return when there is no engine and none will come."""
@@ -78,7 +102,9 @@ class Worker(ServedReplica):
             await self._supervisor.wait_gave_up()
 
     async def stop(self) -> None:
-        """End the engine."""
+        """End the links and the engine."""
+        if self._channel is not None:
+            await self._channel.close()
         if self._supervisor is not None:
             await self._supervisor.stop()
 
@@ -116,16 +142,18 @@ class EngineReplica:
     """The part of a replica under Ray Serve's management."""
 
     async def __init__(self, args: dict[str, Any]) -> None:  # type: ignore[misc]
-        config, context = read_config(args), serve.get_replica_context()
+        context = serve.get_replica_context()
+        config = read_config(args).for_rank(context.rank.local_rank)
         name = context.replica_id.unique_id
         actor = ray.remote(Worker).options(  # type: ignore[attr-defined]
-            name=worker_name(context.app_name, name),
+            name=worker_name(config.name, name),
             namespace=NAMESPACE,
             num_cpus=config.cpus,
             num_gpus=config.gpus,
             max_concurrency=MAX_CALLS,
+            enable_task_events=False,  # a record of each call is work for the head node
         )
-        self._worker = actor.remote(args, name, digest_secret(context.app_name))
+        self._worker = actor.remote(config.to_args(), name, digest_secret(config.name))
         problem = await self._worker.start.remote()
         if problem is not None:
             raise RuntimeError(problem)
@@ -140,6 +168,10 @@ class EngineReplica:
             reason = first_line(error)
         log.error("the replica ends: %s", reason)
         os._exit(1)
+
+    async def reconfigure(self, user_config: dict[str, Any], rank: ReplicaRank) -> None:
+        """Take the user config of the deployment: ``open`` lets requests of clients come; called by Serve."""
+        await self._worker.admit.remote(bool(user_config["open"]), rank.rank)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The metrics for the autoscaling policy; called by Serve."""
@@ -156,30 +188,9 @@ class EngineReplica:
         ray.kill(self._worker)
 
 
-def worker_name(app: str, replica_id: str) -> str:
+def worker_name(fleet: str, replica_id: str) -> str:
     """The name of a worker's actor in ``NAMESPACE``."""
-    return f"{app}/{replica_id}"
-
-
-def replica_count(config: FleetConfig) -> dict[str, Any]:
-    """The number of replicas as options of a deployment: fixed, or by the autoscaling policy alone."""
-    if config.autoscale is None:
-        return {"num_replicas": config.replicas}
-    policy = {
-        "policy_function": "optkit.fleet.serve_policy:PredictedTtftPolicy",
-        "policy_kwargs": msgspec.to_builtins(config.autoscale),
-    }
-    scaling = {
-        "min_replicas": config.autoscale.min_replicas,
-        "initial_replicas": config.replicas,
-        "max_replicas": config.autoscale.max_replicas,
-        "metrics_interval_s": 1.0,
-        "look_back_period_s": 2.0,
-        "upscale_delay_s": 0.0,  # the policy has delays of its own
-        "downscale_delay_s": 0.0,
-        "policy": policy,
-    }
-    return {"autoscaling_config": scaling}
+    return f"{fleet}/{replica_id}"
 
 
 def replica_deployment(config: FleetConfig) -> serve.Deployment:
@@ -187,8 +198,9 @@ def replica_deployment(config: FleetConfig) -> serve.Deployment:
     bundle = {"CPU": config.cpus} | ({"GPU": config.gpus} if config.gpus else {})
     return serve.deployment(  # type: ignore[no-any-return]
         EngineReplica,
-        name="EngineReplica",
-        **replica_count(config),
+        name=REPLICAS,
+        **config.scale(),
+        user_config={"open": True},
         ray_actor_options={"num_cpus": 0},
         placement_group_bundles=[bundle],
         placement_group_strategy="STRICT_PACK",

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from optkit.fleet import wire
@@ -40,8 +40,7 @@ class RemoteReplica:
     def __init__(self, stub: wire.Stub, replica_id: str) -> None:
         self._stub, self.replica_id = stub, replica_id
         self._streams: dict[str, _Stream] = {}
-        self._link: str | None = None
-        self._linked = asyncio.Event()
+        self._link: wire.Link | None = None
         self._taking = asyncio.create_task(self._take())
 
     async def generate(self, work: Work) -> AsyncGenerator[TokenOutput, None]:
@@ -54,7 +53,7 @@ class RemoteReplica:
         self._streams[name] = stream
         is_done = False
         try:
-            await self._stub.submit(link, wire.encode(wire.Sent.now(work)))
+            link.submit(wire.encode(wire.Sent.now(work)))
             while not is_done:
                 event = await stream.events.get()
                 if isinstance(event, ReplicaGone):
@@ -68,34 +67,24 @@ class RemoteReplica:
         finally:
             del self._streams[name]
             if not is_done:
-                self._abort(link, name)
-
-    def _abort(self, link: str, name: str) -> None:
-        """Tell the replica without waiting; a lost replica needs no word."""
-
-        async def tell() -> None:
-            try:
-                await self._stub.abort(link, name)
-            except ReplicaGone as gone:
-                log.debug("request %s was not aborted: %s", name, gone)
-
-        task = asyncio.ensure_future(tell())
-        _telling.add(task)
-        task.add_done_callback(_telling.discard)
+                with suppress(ReplicaGone):  # a lost replica needs no word
+                    link.abort(name)
 
     async def _take(self) -> None:
         """Hand out the events of link after link."""
         while True:
-            link = uuid.uuid4().hex
+            link: wire.Link | None = None
             try:
-                await self._stub.open(link)
-                self._link = link
+                link = self._link = await self._stub.link()
                 while True:
-                    answer = await self._stub.take(link)
+                    answer = await link.take()
                     if answer:
                         self._hand_out(wire.events.decode(answer))
             except ReplicaGone as gone:
                 self._break(str(gone))
+            finally:
+                if link is not None:
+                    link.close()
             await asyncio.sleep(RETRY_SECONDS)
 
     def _hand_out(self, events: wire.Events) -> None:
@@ -155,6 +144,3 @@ class RemoteReplica:
         self._taking.cancel()
         await asyncio.gather(self._taking, return_exceptions=True)
         self._break(CLOSED)
-
-
-_telling: set[asyncio.Future[None]] = set()  # aborts on the way; an unreferenced task may be dropped

@@ -35,6 +35,7 @@ class ReplicaReport(EngineReport, frozen=True, kw_only=True):
         version: digest of the artifact; replicas of different versions share neither index, transfers nor answers.
         is_ready: an engine has loaded and lives.
         is_draining: takes no new requests.
+        is_held: takes only requests that ask for its version, because an update has not let clients to it yet.
         queue_seconds: predicted time from an arrival now to the request's first step.
         prefill_seconds: predicted time of prompts with 0, 256, 512, 1024 and 2048 uncached tokens, alone.
         decode_seconds: predicted time of a step with the running requests.
@@ -58,6 +59,7 @@ class ReplicaReport(EngineReport, frozen=True, kw_only=True):
     version: str
     is_ready: bool = True
     is_draining: bool = False
+    is_held: bool = False
     kv_layout: str = ""
     peer_address: str = ""
     prefill_weight: float = 1.0

@@ -6,9 +6,11 @@
 
 1. *Surge*: a replica of the new version, beside all old replicas, without requests of clients yet.
 2. *Self-test*: known prompts have the known answers.
-3. *Canary*: the paired bench compares the new replica with an old replica (``gate_command``).
+3. *Canary*: the new replica takes its share of the clients, and the paired bench compares it with an old replica
+   (``optkit.fleet.examine``).
 4. *Shift*: drain an old replica, start a new replica, again and again. Never fewer replicas serve than before, and
-   never more than a single extra replica exists, draining replicas included. New requests go to a version in
+   never more than a single extra replica exists, draining replicas included (``max_surge``; 0: one fewer serves, for a
+   machine without room). New requests go to a version in
    proportion to the serving replicas (``share``).
 5. A failure at any place, or an alarm, turns the direction: old replicas come back, then the new replicas leave.
 
@@ -23,7 +25,6 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,6 @@ from typing import NamedTuple, Protocol
 logger = logging.getLogger("optkit.fleet")
 
 TICK_SECONDS = 0.5
-CLAIMS = ("ttft_p50 <= 1.1x old", "tpot_p50 <= 1.1x old")
 
 
 class Phase(enum.Enum):
@@ -63,17 +63,26 @@ class Verdict(NamedTuple):
     passed: bool
     reason: str = ""
 
+    def __str__(self) -> str:
+        return f"{'held' if self.passed else 'FAILED'}: {self.reason or 'no fault found'}"
+
 
 class Add(NamedTuple):
     """Start a replica of ``version``."""
 
     version: str
 
+    def __str__(self) -> str:
+        return f"start a replica of {self.version[:12]}"
+
 
 class SelfTest(NamedTuple):
     """Send known prompts to the replica, and report a verdict."""
 
     replica_id: str
+
+    def __str__(self) -> str:
+        return f"test the new replica {self.replica_id}"
 
 
 class Judge(NamedTuple):
@@ -82,17 +91,26 @@ class Judge(NamedTuple):
     canary: str
     baseline: str
 
+    def __str__(self) -> str:
+        return f"compare the new replica {self.canary} with {self.baseline}"
+
 
 class Drain(NamedTuple):
     """Send no new requests to the replica."""
 
     replica_id: str
 
+    def __str__(self) -> str:
+        return f"drain {self.replica_id}"
+
 
 class Remove(NamedTuple):
     """End the replica, which has no request."""
 
     replica_id: str
+
+    def __str__(self) -> str:
+        return f"remove {self.replica_id}"
 
 
 Action = Add | SelfTest | Judge | Drain | Remove
@@ -113,6 +131,7 @@ class Rollout:
     Args:
         old, new: versions, the digests of two artifacts.
         num_replicas: that serve before and afterwards.
+        max_surge: replicas beside them, 1 or 0.
         clock: seconds.
 
     Attributes:
@@ -127,18 +146,32 @@ class Rollout:
         num_replicas: int,
         patience: Patience | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        max_surge: int = 1,
     ) -> None:
         if old == new:
             raise ValueError("both versions are the same artifact")
         if num_replicas < 1:
             raise ValueError("an update needs a replica")
+        if max_surge == 0 and num_replicas < 2:
+            raise ValueError("the only replica can't be replaced without another beside it")
         self.old, self.new, self.num_replicas = old, new, num_replicas
-        self._patience, self._clock = patience or Patience(), clock
+        self._patience, self._clock, self._surge_size = patience or Patience(), clock, min(max_surge, 1)
         self.phase, self.reason = Phase.SURGE, ""
         self._since = clock()  # the last progress
         self._seen: frozenset[ReplicaView] = frozenset()
         self._is_asked = False  # for a verdict
         self._canary = ""
+
+    @property
+    def _most(self) -> int:
+        """The most replicas of both versions."""
+        return self.num_replicas + self._surge_size
+
+    @property
+    def _least(self) -> int:
+        """The fewest replicas that serve."""
+        return self._most - 1
 
     @property
     def is_over(self) -> bool:
@@ -147,7 +180,7 @@ class Rollout:
     def share(self, replicas: Sequence[ReplicaView]) -> float:
         """The share of new requests for the new version."""
         old, new = (len(serving(replicas, version)) for version in (self.old, self.new))
-        if self.phase in (Phase.SHIFT, Phase.DONE):
+        if self.phase in (Phase.CANARY, Phase.SHIFT, Phase.DONE):
             return new / (old + new) if new else 0.0
         return 0.0 if old or not new else 1.0
 
@@ -193,7 +226,15 @@ class Rollout:
             return self._examine(replicas)
         if self._is_late(self._patience.start):
             self.fail("the new version did not start")
-        return [] if of_version(replicas, self.new) else [Add(self.new)]
+        if of_version(replicas, self.new):
+            return []
+        if len(replicas) < self._most:
+            return [Add(self.new)]
+        gone = [Remove(view.replica_id) for view in replicas if view.is_draining and not view.num_requests]
+        if any(view.is_draining for view in replicas):
+            self._since = self._clock()  # answers end in their own time
+            return list(gone)
+        return [Drain(replicas[0].replica_id)]
 
     def _examine(self, replicas: Sequence[ReplicaView]) -> list[Action]:
         if self._canary not in {view.replica_id for view in serving(replicas, self.new)}:
@@ -222,9 +263,9 @@ class Rollout:
         idle = [view for view in staying if not view.is_ready]  # dead, or loading in vain
         if idle:
             actions.append(Drain(idle[0].replica_id))
-        elif len(ready) + len(staying) > self.num_replicas and staying:
+        elif len(ready) + len(staying) > self._least and staying:
             actions.append(Drain(staying[0].replica_id))
-        elif len(coming) < self.num_replicas and len(replicas) <= self.num_replicas:
+        elif len(coming) < self.num_replicas and len(replicas) < self._most:
             actions.append(Add(new))
         if self.phase is Phase.SHIFT and self._is_stuck(replicas):
             self.fail("a replica of the new version did not start")
@@ -291,21 +332,36 @@ class FleetControl(Protocol):
         """Send ``share`` of the new requests to the new version."""
         ...
 
+    async def alarm(self) -> str:
+        """The reason to roll back, beside the checks; empty: there is none."""
+        ...
 
-async def roll(rollout: Rollout, fleet: FleetControl, tick: float = TICK_SECONDS) -> Rollout:
-    """Perform an update to its end; a failing check rolls it back (``Rollout.phase``, ``Rollout.reason``)."""
+
+async def roll(
+    rollout: Rollout,
+    fleet: FleetControl,
+    tick: float = TICK_SECONDS,
+    tell: Callable[[str], None] = logger.info,
+) -> Rollout:
+    """Perform an update to its end; a failing check rolls it back (``Rollout.phase``, ``Rollout.reason``).
+
+    Args:
+        tell: hears each action and each verdict as a line.
+    """
     verdicts: set[asyncio.Task[Verdict]] = set()
     share: float | None = None
     try:
         while True:
             views = await fleet.view()
+            if alarm := await fleet.alarm():
+                rollout.fail(alarm)
             actions = rollout.step(views)
             if (now := rollout.share(views)) != share:
                 await fleet.shift(share := now)
             if rollout.is_over:
                 return rollout
             for action in actions:
-                logger.info("update to %s: %s", rollout.new[:12], action)
+                tell(str(action))
                 match action:
                     case Add(version):
                         await fleet.add(version)
@@ -320,7 +376,9 @@ async def roll(rollout: Rollout, fleet: FleetControl, tick: float = TICK_SECONDS
             if verdicts:
                 done, verdicts = await asyncio.wait(verdicts, timeout=tick)
                 for task in done:
-                    rollout.report(_verdict(task))
+                    verdict = _verdict(task)
+                    tell(str(verdict))
+                    rollout.report(verdict)
             else:
                 await asyncio.sleep(tick)
     finally:
@@ -331,25 +389,3 @@ async def roll(rollout: Rollout, fleet: FleetControl, tick: float = TICK_SECONDS
 def _verdict(task: asyncio.Task[Verdict]) -> Verdict:
     error = task.exception()
     return task.result() if error is None else Verdict(False, f"{type(error).__name__}: {error}")
-
-
-def gate_command(
-    new_url: str, old_url: str, claims: Sequence[str] = CLAIMS, arguments: Sequence[str] = ()
-) -> list[str]:
-    """The command of the paired bench of two servers; exit code 0: every claim is held.
-
-    Args:
-        claims: of ``optkit bench --assert``; the sides are called ``new`` and ``old``.
-        arguments: further ones, such as the load.
-    """
-    asserted = [word for claim in claims for word in ("--assert", claim)]
-    command = [
-        sys.executable,
-        "-m",
-        "optkit.cli.main",
-        "bench",
-        f"new={new_url}",
-        "--against",
-        f"old={old_url}",
-    ]
-    return [*command, *asserted, *arguments]

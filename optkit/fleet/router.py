@@ -22,13 +22,15 @@ peer.
 
 The rules of a decision:
 
-1. Left out are replicas that drain, are not ready, have not reported for ``STALE_SECONDS`` or have another version. A
-   stale replica is taken where all are stale.
+1. Left out are replicas that drain, are not ready, have not reported for ``STALE_SECONDS``, have another version, or
+   are held back by an update (unless their version is asked for). A stale replica is taken where all are stale.
 2. Every replica has a predicted time to first token (``optkit.fleet.score``), and the least wins. Seconds by which
    running streams would be later than promised count as well.
 3. A prompt is *cold* where the caches of all replicas are worth the same, within ``COLD_SHARE`` of the prompt. Among
-   the replicas within ``COLD_SHARE`` of the best, the replica whose last cold prompt is the oldest takes the next, so
-   the caches fill evenly.
+   the replicas within ``COLD_SHARE`` and ``STEPS`` steps of the best, the replica with the fewest requests takes it,
+   and of these the replica whose last cold prompt is the oldest: so streams spread and caches fill evenly. A prompt
+   that arrives waits for the end of a step, so a smaller difference is none; without the rule the replica that had been
+   measured last, or fastest, would get all short prompts.
 4. The blocks of the prompt count as the chosen replica's from now on, for the predicted time and ``EXPECT_SECONDS``.
 """
 
@@ -56,6 +58,7 @@ EXPECT_SECONDS = 2.0  # blocks of a prompt are expected so long after the predic
 STALE_SECONDS = 5.0  # without a report
 CLOSE_SHARE = 0.10  # over the best: the second rank
 COLD_SHARE = 0.05
+STEPS, LEAST_STEP = 2, 0.010  # a step of the best replica counts as at least so many seconds
 
 
 class NoReplica(Exception):
@@ -138,6 +141,12 @@ class _Known:
     backlog: Backlog = field(default_factory=Backlog)
     last_given: int = 0  # number of a decision
     last_cold: int = 0
+
+    @property
+    def cold_order(self) -> tuple[int, int]:
+        """The least takes the next cold prompt: the requests at the replica, and the time of its last cold prompt."""
+        report = self.report
+        return report.num_running + report.num_waiting + len(self.backlog.sent), self.last_cold
 
     @property
     def budget(self) -> int:
@@ -288,7 +297,7 @@ class Router:
             if known.report.is_ready
             and not known.report.is_draining
             and name not in exclude
-            and version in (None, known.report.version)
+            and (version == known.report.version or (version is None and not known.report.is_held))
         ]
         fresh = [known for known in able if now - known.asked <= STALE_SECONDS]
         if not able:
@@ -307,13 +316,16 @@ class Router:
 
     def _least_recent(self, options: Sequence[Option], is_cold: bool) -> Option:
         """The option to take: the best; of cold prompts the least recently given among those near the best."""
-        most = options[0].cost * (1 + COLD_SHARE) if is_cold else options[0].cost
+        most = options[0].cost
+        if is_cold:
+            step = max(options[0].candidate.report.decode_seconds, LEAST_STEP)
+            most = most * (1 + COLD_SHARE) + STEPS * step
         near = [option for option in options if option.cost <= most]
         if len(near) == 1:
             return near[0]
         known = self._known
         if is_cold:
-            return min(near, key=lambda option: known[option.candidate.replica_id].last_cold)
+            return min(near, key=lambda option: known[option.candidate.replica_id].cold_order)
         return min(near, key=lambda option: known[option.candidate.replica_id].last_given)
 
     def _take(

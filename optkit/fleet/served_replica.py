@@ -1,7 +1,4 @@
-"""The replica's end of links: runs requests of any number of servers and queues the outputs for each server.
-
-A link without a call of ``take`` for ``LINK_SECONDS`` belongs to a lost server: the requests are aborted.
-"""
+"""The replica's end of links: runs requests of any number of servers and queues the outputs for each server."""
 
 from __future__ import annotations
 
@@ -20,8 +17,8 @@ from optkit.runtime.types import FinishReason, TokenOutput
 
 log = logging.getLogger("optkit.fleet")
 
-IDLE_SECONDS = 5.0  # of ``take`` without outputs
-LINK_SECONDS = 15.0
+IDLE_SECONDS = 1.0  # of ``take`` without outputs
+DRAIN_SECONDS = 5.0  # for the last outputs to be taken
 FAILED = "the replica failed"
 NO_LINK = "the link is closed"
 
@@ -33,7 +30,6 @@ class _Link:
     events: list[wire.Output | wire.Gone] = field(default_factory=list)
     has_events: asyncio.Event = field(default_factory=asyncio.Event)
     requests: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    taken: float = field(default_factory=time.monotonic)
 
     def put(self, event: wire.Output | wire.Gone) -> None:
         self.events.append(event)
@@ -42,6 +38,7 @@ class _Link:
     def close(self) -> None:
         for task in self.requests.values():
             task.cancel()
+        self.has_events.set()  # a waiting ``take`` looks again
 
 
 class ServedReplica:
@@ -75,29 +72,23 @@ class ServedReplica:
         Raises ReplicaGone for a closed link, whose requests have been aborted.
         """
         found = self._link(link)
-        found.taken = time.monotonic()
         if not found.events:
             try:
                 async with asyncio.timeout(IDLE_SECONDS):
                     await found.has_events.wait()
             except TimeoutError:
                 return wire.NOTHING
-            finally:
-                found.taken = time.monotonic()
         events, found.events = found.events, []
         found.has_events.clear()
         return wire.encode(tuple(events))
 
-    def _end_lost_links(self) -> None:
-        now = time.monotonic()
-        for name, link in list(self._links.items()):
-            if now - link.taken > LINK_SECONDS:
-                log.info("a server has gone; %d requests are aborted", len(link.requests))
-                self._links.pop(name).close()
+    def close(self, link: str) -> None:
+        """End the link of a lost server: the requests are aborted."""
+        found = self._links.pop(link, None)
+        if found is not None:
+            found.close()
 
     async def report(self, since: bytes) -> bytes:
-        """The report for a server; servers ask a few times a second, so links of lost servers end here."""
-        self._end_lost_links()
         return wire.encode(await self._replica.report(wire.mark.decode(since)))
 
     async def engine_info(self) -> bytes:
@@ -125,7 +116,7 @@ class ServedReplica:
     async def drain(self) -> None:
         """Take no new requests; return when the last output has been taken."""
         await self._replica.drain()
-        deadline = time.monotonic() + IDLE_SECONDS
+        deadline = time.monotonic() + DRAIN_SECONDS
         while any(link.events for link in self._links.values()) and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
 

@@ -1,7 +1,7 @@
 """Messages between the server of a fleet and the replicas, as msgpack; never pickle.
 
-A *link* is a connection of a server and a replica, named at random. ``optkit.fleet.served_replica`` is the replica's
-end with a queue of events for the server; ``take`` returns all events, at once or with the next event.
+A *link* is a connection of a server and a replica (``optkit.fleet.channel``). ``optkit.fleet.served_replica`` is the
+replica's end with a queue of events for the server; ``take`` returns all events, at once or with the next event.
 ``optkit.fleet.remote_replica`` is the server's end. So a message carries all outputs of an engine's step, whatever
 the number of requests, and none waits for a timer.
 """
@@ -78,19 +78,31 @@ pins: msgspec.msgpack.Decoder[PinList] = msgspec.msgpack.Decoder(PinList)
 profiled: msgspec.msgpack.Decoder[Profiled] = msgspec.msgpack.Decoder(Profiled)
 
 
+class Link(Protocol):
+    """A connection to a replica; all methods but ``close`` raise ReplicaGone."""
+
+    def submit(self, sent: bytes) -> None:
+        """Begin a request (``Sent``), whose outputs come by ``take``."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """End a request without a further output; an ended request is ignored."""
+        ...
+
+    def take(self) -> Awaitable[bytes]:
+        """All events since the last call, or NOTHING when none came for a while."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Stub(Protocol):
     """The calls of a replica in another process; all raise ReplicaGone.
 
     Arguments and answers are as in ``optkit.fleet.served_replica.ServedReplica``.
     """
 
-    def open(self, link: str) -> Awaitable[None]: ...
-
-    def submit(self, link: str, sent: bytes) -> Awaitable[None]: ...
-
-    def abort(self, link: str, request_id: str) -> Awaitable[None]: ...
-
-    def take(self, link: str) -> Awaitable[bytes]: ...
+    def link(self) -> Awaitable[Link]: ...
 
     def report(self, since: bytes) -> Awaitable[bytes]: ...
 

@@ -33,6 +33,8 @@ BATCH_INPUTS = (
     "logits_index",
 )
 
+TWO_FOUR = "two_four"  # in a graph's annotations: the linear layers, by node, whose weights are 2:4 sparse
+
 
 @dataclass(frozen=True)
 class Part:

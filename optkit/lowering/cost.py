@@ -16,16 +16,19 @@ import torch
 from torch import Tensor, fx
 
 from optkit.graph import ops, variants
-from optkit.graph.ir import Graph
+from optkit.graph.ir import TWO_FOUR, Graph
 from optkit.graph.ops.operands import Role
 from optkit.graph.ops.record import Work
 from optkit.graph.shapes import Point, infer_shapes
+from optkit.kernels.two_four import STORED
 
 if TYPE_CHECKING:
     from optkit.machine.target import Target
 
 CACHE_BYTES = 1 << 20  # activations below this stay in the last private cache level
 FLOPS_A_STATE = 6.0  # of a token, for each element of the state: decay, correction, update, output
+SPARSE_DENSITY = "sparse_density"  # annotation: share of the keys that block-sparse prefill reads
+SELECTION = 0.08  # work of the choice of keys by block-sparse prefill, as a share of dense attention
 DISPATCH_SECONDS = {"cpu": 4e-6, "cuda": 2e-6}  # per op
 FREE_OPS = {"getitem", "aten.reshape.default", "aten.transpose.int", "aten.split.Tensor", "aten.slice.Tensor",
             "aten.split_with_sizes.default", "aten.unsqueeze.default", "aten.select.int"}  # fmt: skip
@@ -140,8 +143,10 @@ def embedding(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point:
 
 def linear(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
     weights, activations = traffic(graph, node, values)
-    out, k = values[node], values[ops.weight(node)].shape[1]
-    work = products(2.0 * out.numel() * k, values[ops.activation(node)])
+    out, k, flops = values[node], values[ops.weight(node)].shape[1], 2.0
+    if out.dtype != torch.float32 and node.name in graph.annotations.get(TWO_FOUR, ()):
+        flops, weights = flops / 2, weights * STORED
+    work = products(flops * out.numel() * k, values[ops.activation(node)])
     return Cost(**work, weight_bytes=weights, activation_bytes=activations)
 
 
@@ -211,10 +216,21 @@ def attention(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point:
             window, chunk / 2 if point.context > chunk else chunk
         )  # the mean over the places in a chunk
     pairs = point.tokens * min(seen, window)
+    if ops.argument(node, "sparse_cover") and new > 1:
+        pairs -= point.sequences * spared_pairs(graph, node, point.context, new)
     per_token = sum(pool.shape[2] * pool.shape[3] * pool.element_size() for pool in pools)
     kv = point.sequences * min(point.context, window + new) * per_token
     flops = 2.0 * pairs * q.shape[1] * (q.shape[2] + v.shape[2])
     return Cost(**products(flops, q), kv_bytes=kv)
+
+
+def spared_pairs(graph: Graph, node: fx.Node, context: float, new: float) -> float:
+    """The pairs that block-sparse prefill leaves out for the last ``new`` of ``context`` tokens of a sequence, less
+    the work of the choice.
+    """
+    density = float(graph.annotations.get(SPARSE_DENSITY, 1.0))
+    first = min(context, max(context - new, ops.argument(node, "sparse_from")))
+    return max(0.0, 1.0 - density - SELECTION) * (context**2 - first**2) / 2
 
 
 def recurrent(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:

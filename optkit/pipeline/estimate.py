@@ -85,6 +85,7 @@ def estimate(
     text += sum(min(PASS_TOKENS, tokens) for one in passes if not one.pass_class.exact)
     seconds = 2 * parameters * text / (REACHED * target.fp32_flops) if target.fp32_flops else 0.0
     seconds += 4 * parameters * (3 + len(passes)) / DISK_BYTES_PER_SECOND
+    seconds += sum(60 * getattr(one.config, "minutes", 0.0) for one in passes)  # a budget of training
     return Estimate(parameters, seconds, memory, served, disk)
 
 
@@ -127,11 +128,14 @@ def bytes_per_weight(one: ResolvedPass) -> float:
 
 
 def bytes_by_options(one: ResolvedPass, options: Mapping[str, Any]) -> float:
-    """``bytes_per_weight`` of layers with ``options``."""
+    """``bytes_per_weight`` of layers with ``options``, in the layout of the native kernels.
+
+    Each group has 8 bytes: in int8 a scale and the sum of its codes, in 4 bits a scale and a minimum.
+    """
     group = int(options.get("group_size") or 128)
     scheme = str(options.get("scheme") or one.entry.pass_name).lower()
     bits = 4 if "w4" in scheme else 8
-    return bits / 8 + (8 if bits == 4 else 4) / group
+    return bits / 8 + 8 / group
 
 
 def pass_tokens(one: ResolvedPass) -> int:

@@ -66,10 +66,10 @@ class Measurement:
         return "float32" if self.target.kind == "cpu" else self.recipe.runtime.compute_dtype
 
     def context(self, workspace: Path | None = None) -> PassContext:
-        """The context of a pass: target, calibration text, and the directory for finished parts."""
+        """The context of a pass: target, calibration text, the directory for finished parts, and the source model."""
         length = self.reference.meta.max_model_len
         calibration = partial(calibration_windows, directory=self.directory, max_length=length)
-        return PassContext(self.target, calibration, workspace, self.progress)
+        return PassContext(self.target, calibration, workspace, self.progress, self.reference)
 
     def predict(self, record: PassRecord, before: Graph, after: Graph) -> None:
         """Write the predicted speed of ``before`` and ``after`` into ``record``."""

@@ -267,6 +267,47 @@ class EngineOptions(SchedulingOptions, frozen=True, kw_only=True, forbid_unknown
             le=MAX_GUESSES,
         ),
     ] = 8
+    specprefill: Annotated[
+        bool,
+        about(
+            "Compute only a part of the tokens of long prompts, the most important by the attention of the model's "
+            "first layers (SpecPrefill): a faster first token, at a loss in quality. Requests choose for themselves by "
+            "the field specprefill; this is the choice of the others.",
+            recipe="serving.specprefill",
+        ),
+    ] = False
+    specprefill_keep_pct: Annotated[
+        float,
+        about(
+            "Share of a prompt's tokens that SpecPrefill keeps, 0.25 for a quarter.",
+            recipe="serving.specprefill_keep_pct",
+            gt=0,
+            le=1,
+        ),
+    ] = 0.25
+    specprefill_threshold: Annotated[
+        int,
+        about(
+            "Prompts with fewer tokens to compute are computed whole, also with SpecPrefill.",
+            unit="tokens",
+            recipe="serving.specprefill_threshold",
+            ge=1,
+            le=MAX_TOKENS,
+        ),
+    ] = 1024
+    specprefill_layers: (
+        Annotated[
+            int,
+            about(
+                "First layers of the model that score a prompt for SpecPrefill. By default a quarter of them.",
+                unit="layers",
+                recipe="serving.specprefill_layers",
+                ge=2,
+                le=1024,
+            ),
+        ]
+        | None
+    ) = None
     tensor_parallel_size: (
         Annotated[
             int,

@@ -166,6 +166,16 @@ class Serving(_Section):
     num_speculative_tokens: Annotated[int, Field(**bounds("num_speculative_tokens"))] = (
         DEFAULTS.num_speculative_tokens
     )
+    specprefill: bool = DEFAULTS.specprefill
+    specprefill_keep_pct: Annotated[float, Field(allow_inf_nan=False, **bounds("specprefill_keep_pct"))] = (
+        DEFAULTS.specprefill_keep_pct
+    )
+    specprefill_threshold: Annotated[int, Field(**bounds("specprefill_threshold"))] = (
+        DEFAULTS.specprefill_threshold
+    )
+    specprefill_layers: Annotated[int, Field(**bounds("specprefill_layers"))] | None = (
+        DEFAULTS.specprefill_layers
+    )
     threads: Annotated[int, Field(**bounds("threads"))] = DEFAULTS.threads
 
 

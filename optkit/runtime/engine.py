@@ -40,6 +40,7 @@ from optkit.runtime.sampling.speculative import first_rows, verify
 from optkit.runtime.scheduling.cost_model import CostModel
 from optkit.runtime.scheduling.reporting import report
 from optkit.runtime.scheduling.scheduler import Proposer, Result, Scheduler, SchedulerConfig
+from optkit.runtime.specprefill.queue import ScoringQueue
 from optkit.runtime.structured.compiler import Grammars
 from optkit.runtime.types import (
     Batch,
@@ -83,6 +84,7 @@ class Engine:
             KV can come and go meanwhile (``optkit.runtime.kv.exchange``); notified after each step.
         abandoned: ids of requests of another thread, to end before the next step.
         wake: ends the sleep of a thread in wait of work.
+        specprefill: the prompts that are scored before they are queued, of which a part is computed.
         peers: exchanges KV with other engines; None for an engine alone.
     """
 
@@ -121,10 +123,14 @@ class Engine:
         self.peers: Peers | None = None
         self.make_embedder: MakeEmbedder | None = None
         self._embedder: Embedder | None = None
+        self.specprefill = ScoringQueue(clock=clock)
         self._ids = itertools.count()
 
     def step(self) -> list[TokenOutput]:
         """Compute the next tokens of the running requests."""
+        ended = self.specprefill.step(self.scheduler, self.departed, self.turn)
+        if self.specprefill.has_work and not self.scheduler.has_work:
+            return ended
         self.observer.begin()
         batch = self._planned()
         if self.observer.is_on:
@@ -141,7 +147,7 @@ class Engine:
             outputs = self.logprobs.attach(batch, self.scheduler.update(batch, results))
             self.turn.notify_all()
         self.observer.end()
-        return outputs
+        return ended + outputs
 
     def _planned(self) -> Batch:
         """The work of the next step, after the copies of KV."""
@@ -244,14 +250,15 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self.specprefill.has_work
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request; ``EngineRefusal`` if it can never be served."""
         self._check_ids(request.prompt_ids + request.sampling.named_tokens)
         matcher = self._matcher(request.sampling)
         with self.turn:
-            self.scheduler.add(request, matcher)
+            if not self.specprefill.takes(request, matcher, self.scheduler):
+                self.scheduler.add(request, matcher)
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         """Refuse token ids outside of the vocabulary, by which native code would index."""
@@ -272,7 +279,7 @@ class Engine:
         if self._embedder is not None and self._embedder.abort(request_id):
             return None
         with self.turn:
-            return self.scheduler.abort(request_id)
+            return self.specprefill.abort(request_id) or self.scheduler.abort(request_id)
 
     def reset_prefix_cache(self) -> None:
         """Forget the KV outside of running requests, in the pool and offloaded."""
@@ -368,6 +375,7 @@ class Engine:
     def stats(self) -> EngineStats:
         with self.turn:
             stats = self.scheduler.stats()
+        stats = msgspec.structs.replace(stats, **self.specprefill.counters(stats.num_waiting))
         return msgspec.structs.replace(stats, **self.peers.counters()) if self.peers else stats
 
     def info(self) -> EngineInfo:

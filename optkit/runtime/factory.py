@@ -36,6 +36,7 @@ from optkit.runtime.sampling.draft_model import DraftModel
 from optkit.runtime.sampling.proposer import Lengths, NgramProposer, Speculator
 from optkit.runtime.scheduling.cost_model import CostModel
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
+from optkit.runtime.specprefill.load import scoring_queue
 from optkit.runtime.structured.compiler import Grammars, vocabulary
 from optkit.runtime.types import EngineRefusal, SamplingParams
 
@@ -120,6 +121,7 @@ def load_engine(artifact_dir: str, options: EngineOptions) -> Engine:
     engine.grammars = Grammars(partial(vocabulary, tokenizer, model.vocab_size))
     if takes_the_rest:
         engine.memory_share = options.gpu_memory_utilization
+    engine.specprefill = scoring_queue(artifact, shared, options, engine.config)
     if shared is not None:
         engine.make_embedder = lambda: embedder(artifact, shared, engine.config)
     warm_up(engine, artifact_dir)

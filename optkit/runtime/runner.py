@@ -169,7 +169,7 @@ def chunk_inputs(
     positions = np.arange(query_start[-1]) + (starts - query_start[:-1])[rows]  # [T]
     inputs: dict[str, np.ndarray] = {
         "input_ids": new_tokens(batch),
-        "positions": positions,
+        "positions": token_positions(batch, positions),
         "query_start": query_start.astype(np.int32),
         "seq_lens": (starts + counts).astype(np.int32),
         "logits_index": last_rows(query_start[1:], np.array([item.num_logits for item in items])),
@@ -186,10 +186,10 @@ def decode_inputs(
 ) -> dict[str, np.ndarray]:
     """``batch_inputs`` of a batch with one token of each request."""
     requests = [item.request for item in batch.items]
-    positions = [request.num_computed for request in requests]
+    positions = [request.num_computed for request in requests]  # places, as far as there are gaps
     inputs: dict[str, np.ndarray] = {
         "input_ids": np.array([r.token_ids[at] for r, at in zip(requests, positions, strict=True)], np.int64),
-        "positions": np.array(positions, np.int64),
+        "positions": token_positions(batch, np.array(positions, np.int64)),
         "query_start": np.arange(len(requests) + 1, dtype=np.int32),
         "seq_lens": np.array([at + 1 for at in positions], np.int32),
         "logits_index": np.array([i for i, item in enumerate(batch.items) if item.num_logits], np.int64),
@@ -203,6 +203,19 @@ def decode_inputs(
         ]
         inputs |= zip(table_inputs(number), (np.array(slots, np.int64), tables), strict=True)
     return inputs
+
+
+def token_positions(batch: Batch, places: np.ndarray) -> np.ndarray:
+    """The position of each new token, [T] int64: the place in the sequence, and behind gaps in a prompt more."""
+    if all(item.request.positions is None for item in batch.items):
+        return places
+    found, start = places.copy(), 0
+    for item in batch.items:
+        if item.request.positions is not None:
+            span = item.request.positions.span(item.request.num_computed, item.num_new)
+            found[start : start + item.num_new] = span
+        start += item.num_new
+    return found
 
 
 def last_rows(ends: np.ndarray, counts: np.ndarray) -> np.ndarray:

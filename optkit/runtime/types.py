@@ -15,6 +15,7 @@ import msgspec
 
 from optkit.runtime.kv.peers import KVSource
 from optkit.runtime.prefill import Prefill
+from optkit.runtime.specprefill.settings import SpecPrefill
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from optkit.runtime.kv.prefix_cache import Node
+    from optkit.runtime.specprefill.positions import Positions
 
 
 QUEUE_TIMEOUT = "the request waited too long for its turn"
@@ -115,6 +117,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
         continued: the last tokens of ``prompt_ids`` that are no prompt, but the beginning of the answer, from an
             engine that died. The answer goes on as if undisturbed: numbers drawn by a seed, penalties, ``min_tokens``,
             ``max_tokens``, bad words and the constraint count the tokens. Outputs have the following tokens alone.
+        specprefill: the choice on SpecPrefill; None follows the engine's options.
     """
 
     request_id: str
@@ -126,6 +129,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     prefill: Prefill | None = None
     source: KVSource | None = None
     continued: int = 0
+    specprefill: SpecPrefill | None = None
 
     @property
     def num_prompt(self) -> int:
@@ -155,6 +159,7 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
         chunk_wait: between prefill steps, while other requests were served or after a preemption.
         num_chunks: prefill steps.
         cached_tokens: prompt tokens with cached KV.
+        kept_tokens: prompt tokens computed under SpecPrefill; None for a prompt computed whole.
     """
 
     before_queue: float
@@ -163,6 +168,7 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     chunk_wait: float
     num_chunks: int
     cached_tokens: int
+    kept_tokens: int | None = None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -224,6 +230,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     ``kv_blocks_fetched`` came from other engines; cached blocks of ``kv_bytes_fetched`` took
     ``kv_fetch_microseconds``, ``kv_blocks_rejected`` had wrong bytes,
     ``kv_blocks_sent`` went to other engines, and ``kv_fetch_failures`` fetches ended early or brought nothing.
+    ``specprefill_tokens`` are prompt tokens with scores, ``specprefill_kept_tokens`` the computed ones.
     """
 
     num_running: int = 0
@@ -259,6 +266,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     kv_blocks_fetched: int = 0
     kv_blocks_rejected: int = 0
     kv_blocks_sent: int = 0
+    specprefill_tokens: int = 0
+    specprefill_kept_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -309,6 +318,7 @@ class PrefillTimes:
     prefill: float = 0.0
     num_chunks: int = 0
     cached_tokens: int = 0
+    kept_tokens: int | None = None
     reported: bool = False
 
     def first_token(self, arrival: float, now: float) -> FirstToken:
@@ -320,6 +330,7 @@ class PrefillTimes:
             chunk_wait=now - started - self.prefill,
             num_chunks=self.num_chunks,
             cached_tokens=self.cached_tokens,
+            kept_tokens=self.kept_tokens,
         )
 
 
@@ -349,6 +360,8 @@ class Request:
         times: times until the first token.
         num_preemptions: number of preemptions.
         matcher: the state of the constraint, for a request with a constraint.
+        positions: of the tokens, where a part of the prompt has no KV (``optkit.runtime.specprefill``); None where the
+            position of a token is its place.
     """
 
     received: EngineRequest
@@ -372,6 +385,12 @@ class Request:
     num_preemptions: int = 0
     num_scored: int = 0  # prompt positions with reported logprobs; unchanged by a preemption
     matcher: Matcher | None = None
+    positions: Positions | None = None
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """False where cached KV would not do, which is without logits and of other positions."""
+        return self.positions is None and self.received.reads_prefix_cache
 
     @property
     def request_id(self) -> str:

@@ -86,6 +86,8 @@ class EngineGauges(Collector):
             ("optkit:kv_fetches", "Fetches of KV from other replicas.", stats.kv_fetches),
             ("optkit:kv_fetch_failures", "Fetches that ended early.", stats.kv_fetch_failures),
             ("optkit:kv_rejected_blocks", "KV blocks with a wrong checksum.", stats.kv_blocks_rejected),
+            ("optkit:specprefill_tokens", "Prompt tokens scored by SpecPrefill.", stats.specprefill_tokens),
+            ("optkit:specprefill_kept_tokens", "Of them computed.", stats.specprefill_kept_tokens),
             ("optkit:engine_restarts", "Engines started after the first.", self._restarts()),
             ("optkit:graph_captures", "CUDA graphs captured; none once warm.", stats.graph_captures),
             ("optkit:graph_replays", "Steps run as a captured graph.", stats.graph_replays),

@@ -100,3 +100,18 @@ def test_blocks_and_rests_end_when_their_time_has_passed() -> None:
     assert not ledger.is_empty and ledger.is_suspect(B)
     ledger.forget(2.0 + BLOCK_SECONDS)
     assert ledger.is_empty
+
+
+def test_a_death_while_it_computed_a_prompt_for_another_counts_for_the_request() -> None:
+    ledger = Ledger()
+    ledger.source_died("d", "a", A, now=1.0)
+    ledger.source_died("d", "b", B, now=1.0)
+    assert ledger.is_suspect(A) and not ledger.is_suspect(B), "one suspect at a time"
+    assert died(ledger, "d", "b", B, 0, 0, now=2.0) is Verdict.MOVE
+    assert died(ledger, "d", "a", A, 0, 0, now=2.0) is Verdict.GUILTY, "the second engine"
+
+
+def test_a_request_whose_prompt_is_computed_here_is_cleared() -> None:
+    ledger = Ledger()
+    ledger.source_died("d", "a", A, now=1.0)
+    assert ledger.passed("d", "a", 1) and not ledger.is_suspect(A)

@@ -14,7 +14,7 @@ from optkit.fleet.cluster import Cluster, reason_in
 from optkit.fleet.config import FleetConfig
 from optkit.fleet.manifests import serve_config
 
-CONFIG = serve_config(FleetConfig(artifact="/a"), "mine", 8000)
+CONFIG = serve_config(FleetConfig(artifact="/a", name="mine", digest="d1"), 8000)
 
 
 class Dashboard:
@@ -42,10 +42,11 @@ def test_other_applications_stay_and_the_own_one_is_replaced() -> None:
         {
             "other": {"deployed_app_config": other, "status": "RUNNING"},
             "mine": {"deployed_app_config": {"name": "mine", "import_path": "old:old"}},
+            "mine-d0": {"deployed_app_config": {"name": "mine-d0", "import_path": "old:old"}},
             "by_code": {"deployed_app_config": None},
         }
     )
-    cluster(board, "secret").deploy(CONFIG)
+    cluster(board, "secret").deploy(CONFIG, ["mine-d0"])
     assert board.puts[0]["applications"] == [other, *CONFIG["applications"]]
     assert board.headers["authorization"] == "Bearer secret"
 
@@ -58,15 +59,15 @@ def test_two_applications_have_no_path_in_common() -> None:
 
 def test_wait_returns_when_it_runs_and_tells_why_it_failed() -> None:
     board = Dashboard({"mine": {"status": "RUNNING", "message": "", "deployments": {}}})
-    cluster(board).wait("mine", 1.0)
+    cluster(board).wait(["mine"], 1.0)
     trace = "The deployment failed to start 3 times. Traceback ...\n  RuntimeError: a: no artifact here.\n"
     part = {"EngineReplica": {"message": trace}}
     board.present = {"mine": {"status": "DEPLOY_FAILED", "message": "x", "deployments": part}}
     with pytest.raises(UserError, match="a: no artifact here"):
-        cluster(board).wait("mine", 1.0)
+        cluster(board).wait(["mine"], 1.0)
     board.present = {}
     with pytest.raises(UserError, match="NOT_STARTED"):
-        cluster(board).wait("mine", 0.0)
+        cluster(board).wait(["mine"], 0.0)
 
 
 def refused(request: httpx.Request) -> httpx.Response:

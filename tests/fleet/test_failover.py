@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from bench.fleet.local_fleet import MockFleet
 from optkit.fleet.failover import Failover, Placed, Wanted
 from optkit.fleet.mock import MockModel, mock_engine
-from optkit.fleet.replica import ReplicaGone, Work
+from optkit.fleet.replica import Fetch, ReplicaGone, Work
 from optkit.recipe.engine_options import EngineOptions
 from optkit.runtime.process.client import ENGINE_DIED, ENGINE_GONE
 from optkit.runtime.types import (
@@ -356,3 +356,46 @@ class FailoverHistory(RuleBasedStateMachine):
 
 TestFailoverHistory = FailoverHistory.TestCase
 TestFailoverHistory.settings = settings(deadline=None, max_examples=20, stateful_step_count=30)
+
+
+class MayDie:
+    """A replica that answers with a token once ``may`` is set, or dies where ``dies``."""
+
+    def __init__(self, name: str, dies: bool) -> None:
+        self.replica_id, self.dies, self.may, self.count = name, dies, asyncio.Event(), 0
+
+    async def generate(self, work: Work) -> Any:
+        self.count += 1
+        await self.may.wait()
+        if self.dies:
+            raise ReplicaGone("died", was_begun=True, replica_id=self.replica_id)
+        reason = FinishReason.LENGTH
+        yield TokenOutput(request_id=work.request.request_id, token_ids=(1,), finish_reason=reason)
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_prompt_that_ends_the_replica_that_computes_it_ends_one_more(dies: bool) -> None:
+    """Prefill apart from decode: ``p`` dies with the prompt, and ``d`` computes it itself."""
+
+    async def go() -> tuple[list[TokenOutput], list[int], Failover]:
+        replicas = [MayDie("d", dies), MayDie("e", dies)]
+        fetch = Fetch("p", "p:1", (), computes=True)
+
+        async def choose(wanted: Wanted) -> Placed | None:
+            able = [each for each in replicas if each.replica_id not in wanted.avoid]
+            first = able[0].replica_id == "d"
+            work = Work(request=wanted.request, fetch=fetch if first else None)
+            return Placed(able[0], "v", work) if able else None  # type: ignore[arg-type]
+
+        failover = Failover(choose)
+        answer = asyncio.create_task(collect(failover, asked("a", [40, 41])))
+        await asyncio.sleep(0.01)
+        failover.source_gone("p")
+        for each in replicas:
+            each.may.set()
+        return await answer, [each.count for each in replicas], failover
+
+    outputs, counts, failover = run(go())
+    assert outputs[-1].error == (QUARANTINED if dies else None)
+    assert counts == [1, 0], "the next replica is not asked"
+    assert not failover._sourced.get("p")

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from optkit.fleet.digests import Prompt
 from optkit.fleet.replica import BlockChanges, Fetch, Mark, ReplicaReport
-from optkit.fleet.router import COLD_SHARE, EXPECT_SECONDS, STALE_SECONDS, NoReplica, Router
+from optkit.fleet.router import (
+    COLD_SHARE,
+    EXPECT_SECONDS,
+    LEAST_STEP,
+    STALE_SECONDS,
+    STEPS,
+    NoReplica,
+    Router,
+)
 from optkit.fleet.score import Candidate, Option
 from optkit.runtime.kv.digests import DigestChain
 from optkit.runtime.types import EngineRequest, FirstToken, SamplingParams
@@ -236,7 +244,7 @@ states = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(states, st.lists(st.integers(1, 40), min_size=1, max_size=8), st.sampled_from([None, "1"]))
-def test_the_choice_is_always_able_and_within_five_percent_of_the_least(
+def test_the_choice_is_always_able_and_near_the_least(
     replicas: list[tuple[float, int, bool, bool, str]], lengths: list[int], version: str | None
 ) -> None:
     made, clock = router()
@@ -261,6 +269,17 @@ def test_the_choice_is_always_able_and_within_five_percent_of_the_least(
         decision = made.choose(asked, version=version)
         assert decision.replica_id in able
         assert decision.predicted == pytest.approx(predicted[decision.replica_id])
-        assert decision.predicted <= min(predicted.values()) * (1 + COLD_SHARE) + 1e-9
+        slack = STEPS * LEAST_STEP if decision.is_cold else 0.0
+        assert decision.predicted <= min(predicted.values()) * (1 + COLD_SHARE) + slack + 1e-9
         assert sorted(name for rank in decision.ranks for name in rank) == sorted(able)
         assert decision.hit_tokens < length
+
+
+def test_short_prompts_spread_though_one_replica_was_measured_faster() -> None:
+    """A difference below a step is none: else 16 streams would share the replica with the latest measurement."""
+    made, _ = router()
+    for name, second in (("slow", 3e-3), ("fast", 1e-3)):
+        table = tuple(second * tokens for tokens in (0, 256, 512, 1024, 2048))
+        made.update(report(name, prefill_seconds=(0.001, *table[1:])), Mark())
+    taken = [made.choose(prompt(made, [index, 2])).replica_id for index in range(16)]
+    assert taken.count("slow") >= 5

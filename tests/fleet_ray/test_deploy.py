@@ -3,84 +3,25 @@
 from __future__ import annotations
 
 import os
-import secrets
-import signal
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import replace
 
 import httpx
 import pytest
 
-from tests.fleet_ray.conftest import PATIENCE, ROOT, command
+from bench.fleet.ray_clusters import Head, free_port, head_node
+from tests.fleet_ray.conftest import command
 from tests.fleet_ray.test_serve import ARTIFACT, CHATS, answer, streamed
 
 KEY = "key-of-the-test"
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
-@dataclass(frozen=True)
-class Head:
-    """A running cluster of one node."""
-
-    address: str
-    environment: dict[str, str]
-
-    def deploy(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "optkit.cli.main", "deploy", *arguments, "--address", self.address],
-            cwd=ROOT,
-            env=self.environment,
-            text=True,
-            capture_output=True,
-            timeout=PATIENCE,
-            check=False,
-        )
+PORT = free_port()  # of Serve's proxy, for the life of the cluster
 
 
 @pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
+def head() -> Iterator[Head]:
     """A head node on loopback, with a token."""
-    token, port = secrets.token_hex(16), free_port()
-    secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "OPTKIT_API_KEY": KEY}
-    environment = {**os.environ, **secret, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        [
-            *(str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--num-cpus", "4"),
-            *("--node-ip-address", "127.0.0.1", "--port", str(free_port()), "--dashboard-port", str(port)),
-            *("--object-store-memory", str(100 * 2**20), "--disable-usage-stats"),
-        ],
-        env=environment,
-        start_new_session=True,
-        stdout=subprocess.DEVNULL,
-    )
-    address = f"http://127.0.0.1:{port}"
-    try:
-        end = time.monotonic() + PATIENCE
-        while not _is_up(address, token):
-            assert time.monotonic() < end and process.poll() is None, "ray start --head did not come up"
-            time.sleep(0.5)
-        yield Head(address, environment)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
-
-
-def _is_up(address: str, token: str) -> bool:
-    try:
-        found = httpx.get(f"{address}/api/ray/version", headers={"Authorization": f"Bearer {token}"})
-    except httpx.HTTPError:
-        return False
-    return found.status_code == 200
+    with head_node(4, OPTKIT_API_KEY=KEY) as found:
+        yield found
 
 
 @pytest.mark.real_model
@@ -88,11 +29,10 @@ def test_a_deployed_fleet_answers_as_one_server(head: Head) -> None:
     names = ("--served-model-name", "m", "--threads", "1")
     with command("serve", ARTIFACT, "--port", "0", *names) as single:
         expected = [answer(single.url, body) for body in CHATS]
-    port = free_port()
-    done = head.deploy(ARTIFACT, "--host", "127.0.0.1", "--port", str(port), "--replicas", "2", *names)
+    done = head.deploy(ARTIFACT, "--host", "127.0.0.1", "--port", str(PORT), "--replicas", "2", *names)
     assert done.returncode == 0, done.stderr
     assert "2 replicas" in done.stdout
-    url = f"http://127.0.0.1:{port}"
+    url = f"http://127.0.0.1:{PORT}"
     refused = httpx.post(f"{url}/v1/chat/completions", json=CHATS[0])
     assert refused.status_code == 401
     assert [answer(url, body, KEY) for body in CHATS] == expected
@@ -102,7 +42,7 @@ def test_a_deployed_fleet_answers_as_one_server(head: Head) -> None:
 
 
 def test_another_token_is_refused(head: Head) -> None:
-    stranger = Head(head.address, head.environment | {"RAY_AUTH_TOKEN": "wrong"})
+    stranger = replace(head, environment=head.environment | {"RAY_AUTH_TOKEN": "wrong"})
     done = stranger.deploy(ARTIFACT)
     assert done.returncode == 2 and "another token" in done.stderr
 
@@ -114,3 +54,33 @@ def test_a_node_without_the_artifact_says_so(head: Head) -> None:
     done = head.deploy(ARTIFACT, *where, "--root-path", "/lost")
     assert done.returncode == 2
     assert "/nowhere" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.real_model
+@pytest.mark.skipif(
+    "OPTKIT_OTHER_ARTIFACT" not in os.environ, reason="OPTKIT_OTHER_ARTIFACT names no artifact"
+)
+def test_a_fleet_moves_to_another_artifact_and_back_out_of_a_bad_one(head: Head) -> None:
+    """Same model, other passes: the answers are those of the new artifact, under the old name."""
+    other = os.environ["OPTKIT_OTHER_ARTIFACT"]
+    with command("serve", other, "--port", "0", "--threads", "1", "--served-model-name", "m") as single:
+        expected = [answer(single.url, body) for body in CHATS]
+    fixed = (
+        "--name",
+        "moving",
+        "--root-path",
+        "/moving",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(PORT),
+        "--threads",
+        "1",
+    )
+    assert head.deploy(ARTIFACT, *fixed, "--served-model-name", "m").returncode == 0
+    done = head.deploy(other, *fixed, "--canary-bound", "0.01")
+    assert done.returncode == 5 and "rolled back" in done.stderr and "beyond 0.01x" in done.stderr
+    done = head.deploy(other, *fixed, "--canary-bound", "100")
+    assert done.returncode == 0, done.stderr
+    url = f"http://127.0.0.1:{PORT}/moving"
+    assert [answer(url, body, KEY) for body in CHATS] == expected

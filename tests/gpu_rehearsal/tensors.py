@@ -154,6 +154,8 @@ class Machine(TorchDispatchMode):
         check_vendor(func, args, kwargs)
         if func is aten._scaled_mm.default:
             return self.wrapped(scaled_mm, args, kwargs)
+        if func in SPARSE:
+            return self.wrapped(SPARSE[func], args, kwargs)
         return self.wrapped(func, args, kwargs)
 
     def check(self, func: Any, args: Any, leaves: list[Tensor]) -> None:
@@ -328,6 +330,20 @@ def check_vendor(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
             "more than 16 rows": a.shape[0] > 16,
             "K and N are multiples of 8": a.shape[1] % 8 == 0 and b.shape[1] % 8 == 0,
         }
+    elif func is aten._cslt_compress.default:
+        (weight,) = args
+        demands = {
+            "the weight is of 16 bits": weight.dtype in (torch.bfloat16, torch.float16),
+            "sides are multiples of 16": weight.ndim == 2 and not any(size % 16 for size in weight.shape),
+            "rows lie side by side": weight.is_contiguous(),
+        }
+    elif func is aten._cslt_sparse_mm.default:
+        weight, dense, bias = args[0], args[1], given_bias(args, kwargs)
+        demands = {
+            "both have one type": weight.dtype == dense.dtype and (bias is None or bias.dtype == dense.dtype),
+            "columns are a multiple of 8": dense.shape[1] % 8 == 0,
+            "b is row-major or column-major": 1 in dense.stride(),
+        }
     else:
         return
     broken = [text for text, held in demands.items() if not held]
@@ -346,3 +362,44 @@ def scaled_mm(*args: Any, **kwargs: Any) -> Tensor:
     given = scaled_mm_arguments(args, kwargs)
     product = (args[0].to(torch.float32) @ args[1].to(torch.float32)) * args[2] * args[3]
     return (product if given["bias"] is None else product + given["bias"]).to(given["out_dtype"])
+
+
+def given_bias(args: Any, kwargs: dict[str, Any]) -> Tensor | None:
+    """The bias of ``_cslt_sparse_mm``."""
+    return args[2] if len(args) > 2 else kwargs.get("bias")
+
+
+def cslt_compress(weight: Tensor) -> Tensor:
+    """What ``_cslt_compress`` gives: kept values, then their places, in the layout of PyTorch's CUTLASS tensors."""
+    from torch.sparse import _semi_structured_conversions as conversions
+
+    if weight.device.type == "meta":
+        return weight.new_empty(weight.numel() * 9 // 16)
+    kept, places = conversions.sparse_semi_structured_from_dense_cutlass(weight)
+    return torch.cat([kept.flatten(), places.flatten().view(weight.dtype)])
+
+
+def cslt_sparse_mm(
+    packed: Tensor,
+    dense: Tensor,
+    bias: Tensor | None = None,
+    alpha: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    transpose_result: bool = False,
+    *others: Any,
+) -> Tensor:
+    """What ``_cslt_sparse_mm`` computes, with or without numbers."""
+    from torch.sparse import _semi_structured_conversions as conversions
+
+    k, n = dense.shape
+    m = packed.numel() * 16 // 9 // k
+    if packed.device.type == "meta":
+        return dense.new_empty((n, m) if transpose_result else (m, n))
+    kept, places = packed[: m * k // 2].view(m, -1), packed[m * k // 2 :].view(torch.int16).view(m, -1)
+    weight = conversions.sparse_semi_structured_to_dense_cutlass(kept, places)
+    product = weight.float() @ dense.float()
+    product = (product if bias is None else product + bias.float()[:, None]).to(dense.dtype)
+    return product.t().contiguous() if transpose_result else product
+
+
+SPARSE = {aten._cslt_compress.default: cslt_compress, aten._cslt_sparse_mm.default: cslt_sparse_mm}

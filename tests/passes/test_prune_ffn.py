@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,20 @@ from optkit.graph.ir import Graph
 from optkit.graph.verify import verify
 from optkit.kernels import reference
 from optkit.lowering.lower import lower
+from optkit.passes import load
 from optkit.passes.prune_ffn import importance
 from tests.checkpoint.test_compressed_tensors_writer import transformers_logits, written
 from tests.support.architectures import tiny_model
-from tests.support.graphs import apply, assert_origins_invert, captured, checked, dense, random_ids, reasons
+from tests.support.graphs import (
+    CONTEXT,
+    apply,
+    assert_origins_invert,
+    captured,
+    checked,
+    dense,
+    random_ids,
+    reasons,
+)
 from tests.support.target import TARGET
 
 (IDS,) = random_ids([24])
@@ -100,3 +111,51 @@ def test_where_one_layer_cannot_be_pruned_none_is() -> None:
     weight.value = weight.value.to(torch.float64)
     _, plan = checked(graph, "prune_ffn", ffn=0.3, multiple=32)
     assert not plan.sites and any("one number for all layers" in given for given in reasons(plan))
+
+
+def with_doubled_channels(graph: Graph, pairs: list[tuple[int, int]]) -> Graph:
+    """The second channel of each pair is the first again, with a little less in the down projection."""
+    for name, weight in graph.weights.items():
+        value = weight.value = weight.value.clone()
+        for first, second in pairs:
+            if name.endswith(("gate_proj.weight", "up_proj.weight")):
+                value[second] = value[first]
+            if name.endswith("down_proj.weight"):
+                value[:, second] = value[:, first] * 0.1
+    return graph
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_refit_gives_what_was_removed_to_channels_like_it(name: str, fused: bool) -> None:
+    pairs = [(channel, channel + 1) for channel in range(0, 96, 3)]
+    graph = with_doubled_channels(captured(name), pairs)
+    expected = dense(graph, IDS)
+    if fused:
+        for row in ("fuse_gate_up", "fuse_add_rms_norm", "select_logits_rows"):
+            apply(graph, row)
+    plain, refitted = graph.clone(), graph
+    apply(plain, "prune_ffn", ffn=1 / 3, multiple=32)
+    apply(refitted, "prune_ffn", ffn=1 / 3, multiple=32, refit=True, damping=1e-4)
+    verify(refitted)
+    assert_origins_invert(refitted)
+    assert refitted.annotations["config"] == {"intermediate_size": 64}
+    loss, left = (float((dense(g, IDS) - expected).norm() / expected.norm()) for g in (plain, refitted))
+    assert left < 0.25 * loss
+
+
+def test_a_killed_refit_goes_on_to_the_same_weights(tmp_path: Path) -> None:
+    pass_class = load("prune_ffn")
+    made = pass_class(pass_class.Config(ffn=0.3, multiple=32, refit=True))
+    context = replace(CONTEXT, workspace=tmp_path)
+
+    def run() -> Graph:
+        graph = captured("llama")
+        made.apply(graph, made.check(graph, context), context)
+        return graph
+
+    whole = run()
+    (tmp_path / "refit" / "0001.safetensors").unlink()  # killed in the second layer
+    again = run()
+    for name, weight in whole.weights.items():
+        assert torch.equal(weight.value, again.weights[name].value), name

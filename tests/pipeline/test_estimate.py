@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
+import torch
 
 from optkit.checkpoint.safetensors_header import TensorInfo
 from optkit.checkpoint.validate import CheckpointInfo
 from optkit.errors import UserError
+from optkit.lowering.lower import lower
 from optkit.machine.target import Target
 from optkit.passes.resolve import resolve_passes
 from optkit.pipeline import estimate as module
-from optkit.pipeline.estimate import Estimate, estimate, refuse_what_cannot_fit
+from optkit.pipeline.estimate import (
+    Estimate,
+    all_passes,
+    bytes_per_weight,
+    estimate,
+    refuse_what_cannot_fit,
+)
 from optkit.recipe.load import load_recipe, parse_recipe
+from tests.support.graphs import apply, captured
+from tests.support.target import TARGET
 
 GB = 10**9
 MACHINE = Target("cpu", "cpu", ("avx2",), 2, 24 * GB, 1e11, 4e11, 0.0, 0.0, 2e10, "measured")
@@ -44,6 +55,18 @@ def test_estimate_of_bytes_follows_the_bits_of_the_recipe() -> None:
     assert floats.served == 4 * floats.parameters
     assert 1.0 < eight.served / eight.parameters < 1.4
     assert four.served < eight.served < floats.served
+
+
+def test_int8_weights_take_the_bytes_of_the_packed_layout() -> None:
+    text = "schema_version: 1\nname: eight\ntarget: cpu\npasses: {int8: {group_size: 32}}\n"
+    (one,) = all_passes(resolve_passes(parse_recipe(text)))
+    graph = captured("llama")
+    apply(graph, "int8", group_size=32)
+    model = lower(graph, TARGET)
+    packed = [t for t in model.variants[-1].tensors() if t.dtype == torch.uint8]
+    scales = sum(t.nbytes for t in model.variants[-1].tensors() if t.ndim == 3)
+    weights = sum(prod(w.shape) for w in graph.weights.values() if w.value.dtype == torch.int8)
+    assert sum(t.nbytes for t in packed) + scales == weights * bytes_per_weight(one)
 
 
 def test_estimate_grows_with_the_model() -> None:

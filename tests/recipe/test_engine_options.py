@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2] / "optkit"
 SOURCES = [
     path for name in ("cli", "recipe", "runtime", "serve") for path in sorted((ROOT / name).rglob("*.py"))
 ]
-SHARES = ("gpu_memory_utilization", "pinned_cache_share")
+SHARES = ("gpu_memory_utilization", "pinned_cache_share", "specprefill_keep_pct")
 IN_RECIPES = [name for name in NAMES if fact(name, "recipe")]
 
 
@@ -49,7 +49,7 @@ def stated(path: Path) -> set[tuple[str, str]]:
     return found
 
 
-# Values that come out of an option, and facts of a model or a runner under the same name.
+# Values that come out of an option, facts of a model or a runner, and choices of a request under the same name.
 EFFECTIVE = {
     ("SchedulerConfig", "max_model_len"),
     ("EngineInfo", "gpu_memory_utilization"),
@@ -59,6 +59,9 @@ EFFECTIVE = {
     ("_Meta", "max_model_len"),
     ("EngineReport", "block_size"),
     ("BlockStored", "block_size"),
+    ("EngineRequest", "specprefill"),
+    ("GenerationRequest", "specprefill"),
+    ("GenerationRequest", "specprefill_keep_pct"),
 }
 
 

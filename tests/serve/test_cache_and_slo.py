@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from optkit.runtime.specprefill.positions import Positions
+from optkit.runtime.specprefill.queue import ScoringQueue, SpecPrefillOptions
+from optkit.runtime.specprefill.scorer import Scoring
 from tests.support.serve_fakes import FakeEngine, LateEngine, SteppedEngine, call, events, post, tiny_app
 
 COMPLETIONS = "/v1/completions"
@@ -65,6 +68,31 @@ def test_where_the_time_to_the_first_token_went(usage: Any) -> None:
     parts = [details[name] for name in ("before_queue", "queue", "prefill", "chunk_wait")]
     assert all(part >= 0 for part in parts) and sum(parts) > 0
     assert details["num_chunks"] >= 1 and details["cached_tokens"] > 0
+
+
+class Halves:
+    """A scorer that keeps the second half of a prompt."""
+
+    def advance(self, scoring: Scoring, limit: int) -> Positions:
+        prompt = scoring.part.token_ids
+        return Positions.of(range(len(prompt) // 2, len(prompt)), prompt)
+
+    def release(self) -> None:
+        """Nothing to free."""
+
+
+@pytest.mark.parametrize("usage", [ask, last_usage])
+def test_usage_tells_the_tokens_that_specprefill_kept(usage: Any) -> None:
+    stepped = SteppedEngine()
+    stepped.engine.specprefill = ScoringQueue(Halves, SpecPrefillOptions(threshold=len(PROMPT)))  # type: ignore[arg-type]
+    app, kept = tiny_app(stepped), len(PROMPT) - len(PROMPT) // 2
+    details = {"cached_tokens": 0, "specprefill_kept_tokens": kept}
+    for fields in ({"specprefill": True}, {"specprefill": True, "n": 2}):
+        found = usage(app, **fields)
+        assert found["prompt_tokens"] == len(PROMPT) and found["prompt_tokens_details"] == details
+    assert usage(app)["prompt_tokens_details"] == {"cached_tokens": 0}
+    metrics = call(app, "GET", "/metrics").text
+    assert "optkit:specprefill_tokens_total" in metrics and "optkit:specprefill_kept_tokens_total" in metrics
 
 
 def test_details_without_a_usage_chunk_are_refused() -> None:

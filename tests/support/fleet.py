@@ -45,37 +45,76 @@ async def tokens_of(outputs: AsyncIterator[TokenOutput]) -> list[int]:
 
 
 class CuttableStub:
-    """The calls of ``served``, as from another process, until ``cut``.
+    """The calls of ``served``, as from another process, until ``cut``; a link is in memory.
 
     Attributes:
         calls: the names of all calls.
     """
 
     def __init__(self, served: ServedReplica) -> None:
-        self._served, self._cut = served, asyncio.Event()
+        self.served, self.is_cut = served, asyncio.Event()
         self.calls: list[str] = []
 
     def cut(self) -> None:
-        self._cut.set()
+        self.is_cut.set()
 
     def restore(self) -> None:
-        self._cut = asyncio.Event()
+        self.is_cut = asyncio.Event()
+
+    async def link(self) -> InMemoryLink:
+        if self.is_cut.is_set():
+            raise ReplicaGone("the connection broke", was_begun=False)
+        self.calls.append("link")
+        name = str(len(self.calls))
+        await self.served.open(name)
+        return InMemoryLink(self, name)
 
     def __getattr__(self, method: str) -> Any:
         async def call(*arguments: object) -> object:
             self.calls.append(method)
-            answer = asyncio.ensure_future(getattr(self._served, method)(*arguments))
-            cut = asyncio.ensure_future(self._cut.wait())
-            try:
-                await asyncio.wait([answer, cut], return_when=asyncio.FIRST_COMPLETED)
-                if cut.done():
-                    raise ReplicaGone("the connection broke", was_begun=False)
-                return answer.result()
-            finally:
-                answer.cancel()
-                cut.cancel()
+            return await self.until_cut(getattr(self.served, method)(*arguments))
 
         return call
+
+    async def until_cut(self, call: Awaitable[Any]) -> Any:
+        """The result of ``call``, unless cut first."""
+        answer, cut = asyncio.ensure_future(call), asyncio.ensure_future(self.is_cut.wait())
+        try:
+            await asyncio.wait([answer, cut], return_when=asyncio.FIRST_COMPLETED)
+            if cut.done():
+                raise ReplicaGone("the connection broke", was_begun=False)
+            return answer.result()
+        finally:
+            answer.cancel()
+            cut.cancel()
+
+
+class InMemoryLink:
+    """A link to ``stub.served`` (``optkit.fleet.wire.Link``)."""
+
+    def __init__(self, stub: CuttableStub, name: str) -> None:
+        self._stub, self._name = stub, name
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def submit(self, sent: bytes) -> None:
+        self._begin(self._stub.served.submit(self._name, sent))
+
+    def abort(self, request_id: str) -> None:
+        self._begin(self._stub.served.abort(self._name, request_id))
+
+    async def take(self) -> bytes:
+        self._stub.calls.append("take")
+        return bytes(await self._stub.until_cut(self._stub.served.take(self._name)))
+
+    def close(self) -> None:
+        self._stub.served.close(self._name)
+
+    def _begin(self, call: Coroutine[Any, Any, None]) -> None:
+        if self._stub.is_cut.is_set():
+            raise ReplicaGone("the connection broke", was_begun=False)
+        task = asyncio.ensure_future(call)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
 
 class ChangingMembers:

@@ -12,11 +12,15 @@
 //   - every row, prefill or decode, sums each split from nothing and adds the splits first to last.
 // So one split is also the unit of parallel work when there are few queries, at no loss of invariance.
 //
+// Block-sparse prefill (attention_sparse.h) leaves tiles out, and so the bits of a row depend on the queries of its block
+// of 64, too: a block is sparse where a call has all of it, else dense.
+//
 // An int8 cache holds rows of D int8 and their scale. Products are then of integers, which are exact: see
 // attention_int8.h. Every token is attended through the cache, those of this call too, so chunks don't show here either.
 #include "attention.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <vector>
 
@@ -37,6 +41,8 @@ constexpr int kCutItems = 64;     // where there are more items they are paralle
 constexpr int64_t kWorkAThread = 400'000;  // multiply-adds for which another thread pays: 10 us or so
 constexpr int64_t kWritesAThread = 65'536;   // the same for floats written to the cache
 constexpr float kLog2e = 1.44269504089f;
+constexpr int kStride = 16;                  // of block-sparse prefill: tokens of a group
+constexpr int kGroups = kTile / kStride;
 
 alignas(64) constexpr float kLaneIndex[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
@@ -48,6 +54,7 @@ struct Problem : AttentionArgs {
     int64_t k_row, v_row;  // bytes of one head of a token in the pools
     int v_scale;           // where in a row of int8 values the scale is
     bool limited;          // not all earlier keys are seen
+    bool sparse;           // blocks of queries may choose tiles
     bool latent;           // values are parts of keys: v_cache is k_cache
 };
 
@@ -69,6 +76,15 @@ struct Scratch {
     uint8_t *weights, *halves;
     Sums part, total;
     const char *keys[kTile], *values[kTile];
+    const uint8_t* selected = nullptr;  // the tiles to read, a byte each; null: all
+};
+
+// What a thread needs to select tiles; see attention_sparse.h for the layouts.
+struct Selection {
+    float *q, *k, *scores, *mass;
+    int64_t stride;  // of scores
+    int32_t* order;
+    uint8_t* selected;
 };
 
 size_t sums_size(const Problem& p, int64_t rows) { return rows * p.width + (2 * rows + kLanes - 1) / kLanes * kLanes; }
@@ -96,7 +112,35 @@ Scratch scratch_of_thread(const Problem& p, int64_t rows) {
     std::memset(parts[4], 0, zeros * sizeof(float));
     return {parts[0], parts[1], parts[2], parts[3], parts[4], parts[5], parts[6], parts[7], parts[8], parts[9],
             reinterpret_cast<int32_t*>(parts[10]), reinterpret_cast<uint8_t*>(parts[11]),
-            reinterpret_cast<uint8_t*>(parts[12]), sums_at(p, parts[13], rows), sums_at(p, parts[14], rows), {}, {}};
+            reinterpret_cast<uint8_t*>(parts[12]), sums_at(p, parts[13], rows), sums_at(p, parts[14], rows), {}, {}, nullptr};
+}
+
+Selection selection_of_thread(const Problem& p, int64_t tiles) {
+    thread_local GrowingMemory buffer;
+    const int64_t stride = (tiles * kGroups + kLanes - 1) / kLanes * kLanes, all = (tiles + kLanes - 1) / kLanes * kLanes;
+    const int64_t q = int64_t(p.group) * kTile * p.depth_bytes, k = int64_t(kTile) * p.depth_bytes;
+    const int64_t scores = p.group * kGroups * stride;
+    float* at = buffer.at_least<float>(q + k + scores + 3 * all);
+    float *mass = at + q + k + scores, *order = mass + all, *selected = order + all;
+    return {at, at + q, at + q + k, mass, stride, reinterpret_cast<int32_t*>(order), reinterpret_cast<uint8_t*>(selected)};
+}
+
+std::atomic<int64_t> tiles_read, tiles_seen;  // of blocks of queries with a selection
+
+// Marks the fewest tiles with `cover` of the mass, the first, the last and the one before the last.
+void choose_tiles(const Selection& s, int64_t tiles, float cover) {
+    for (int64_t tile = 0; tile < tiles; ++tile) s.order[tile] = static_cast<int32_t>(tile);
+    std::sort(s.order, s.order + tiles,
+              [&](int32_t a, int32_t b) { return s.mass[a] != s.mass[b] ? s.mass[a] > s.mass[b] : a < b; });
+    std::memset(s.selected, 0, tiles);
+    float covered = 0.0f;
+    for (int64_t i = 0; i < tiles && covered < cover; ++i) {
+        s.selected[s.order[i]] = 1;
+        covered += s.mass[s.order[i]];
+    }
+    s.selected[0] = s.selected[tiles - 1] = s.selected[tiles > 1 ? tiles - 2 : 0] = 1;
+    tiles_read.fetch_add(std::count(s.selected, s.selected + tiles, 1), std::memory_order_relaxed);
+    tiles_seen.fetch_add(tiles, std::memory_order_relaxed);
 }
 
 void clear(const Problem& p, const Item& item, const Sums& sums) {
@@ -111,6 +155,11 @@ OPTKIT_INLINE int64_t first_key(const Problem& p, int64_t position) {
     const int64_t first = p.window && position >= p.window ? position - p.window + 1 : 0;
     const int64_t chunk = p.chunk ? position / p.chunk * p.chunk : 0;
     return first > chunk ? first : chunk;
+}
+
+// True for an item whose queries choose the tiles that they read: a whole block, far enough from the first token.
+bool is_sparse(const Problem& p, const Item& item) {
+    return p.sparse && item.count == kTile && item.position % kTile == 0 && item.position >= p.sparse_from;
 }
 
 int64_t first_split(const Problem& p, const Item& item) { return first_key(p, item.position) / kSplit; }
@@ -201,15 +250,25 @@ int tokens_an_item(const Problem& p, int threads) {
     return tokens;
 }
 
-// Items of one sequence, the last queries first: they see most keys, and long work should start early.
-void add_items(const Problem& p, int sequence, int tokens, Schedule& schedule) {
-    const int64_t start = p.query_start[sequence], count = p.query_start[sequence + 1] - start;
-    const int64_t prefix = p.seq_lens[sequence] - count;
-    for (int64_t first = (count - 1) / tokens * tokens; count > 0 && first >= 0; first -= tokens) {
-        const int size = static_cast<int>(count - first < tokens ? count - first : tokens);
+// Items of the queries at positions [from, to) of a sequence, whose first of the call is at `prefix`; the last first.
+void add_range(const Problem& p, int sequence, int64_t prefix, int64_t from, int64_t to, int tokens, Schedule& schedule) {
+    const int64_t start = p.query_start[sequence] - prefix;
+    if (from >= to) return;
+    for (int64_t first = from + (to - from - 1) / tokens * tokens; first >= from; first -= tokens) {
+        const int size = static_cast<int>(to - first < tokens ? to - first : tokens);
         for (int head = 0; head < p.kv_heads; ++head)
-            schedule.items.push_back({sequence, head, size, start + first, prefix + first});
+            schedule.items.push_back({sequence, head, size, start + first, first});
     }
+}
+
+// Items of one sequence, the last queries first: they see most keys, and long work should start early. Where blocks may
+// be sparse an item is a block, at a fixed position.
+void add_items(const Problem& p, int sequence, int tokens, Schedule& schedule) {
+    const int64_t end = p.seq_lens[sequence], prefix = end - p.query_start[sequence + 1] + p.query_start[sequence];
+    const int64_t least = p.sparse ? std::max(prefix, p.sparse_from) : end;
+    const int64_t blocks = std::min(end, (least + kTile - 1) / kTile * kTile);
+    add_range(p, sequence, prefix, blocks, end, kTile, schedule);
+    add_range(p, sequence, prefix, prefix, blocks, tokens, schedule);
 }
 
 // Tasks of the items `first` and on, which are the KV heads of the same queries. Items of at most `cut_rows` rows are
@@ -218,7 +277,7 @@ void add_tasks(const Problem& p, int first, int64_t cut_rows, Schedule& schedule
     const Item& item = schedule.items[first];
     const int64_t rows = int64_t(item.count) * p.group, from = first_split(p, item), to = last_split(item);
     const int64_t keys = item.position + item.count - first_key(p, item.position);
-    const bool cut = rows <= cut_rows && from < to;
+    const bool cut = rows <= cut_rows && from < to && !is_sparse(p, item);
     schedule.max_rows = rows > schedule.max_rows ? rows : schedule.max_rows;
     // 8: moving keys costs about as much as so many rows
     schedule.work += p.kv_heads * keys * (rows + 8) * (p.dim + p.v_dim);
@@ -281,6 +340,7 @@ Problem problem_of(const AttentionArgs& args) {
     p.window = args.window > 0 ? args.window : 0;
     p.chunk = args.chunk > 0 ? args.chunk : 0;
     p.limited = p.window || p.chunk;
+    p.sparse = args.sparse_cover > 0 && !p.limited && !args.slopes;
     p.group = args.heads / args.kv_heads;
     p.depth = args.int8_cache ? (args.dim + 3) / 4 * 4 : args.dim;
     p.width = (args.v_dim + kLanes - 1) / kLanes * kLanes;
@@ -322,11 +382,18 @@ OPTKIT_API void optkit_attention(const float* q, const float* k, const float* v,
                                  int64_t tokens, int64_t sequences, int64_t table_width, int64_t block_size,
                                  int64_t q_token, int64_t q_head, int64_t k_token, int64_t k_head, int64_t v_token,
                                  int64_t v_head, int heads, int kv_heads, int dim, int v_dim, int64_t window,
-                                 int64_t chunk, float scale, float softcap, int int8_cache, int threads) {
+                                 int64_t chunk, float scale, float softcap, float sparse_cover, int64_t sparse_from,
+                                 int int8_cache, int threads) {
     optkit::attention({q,            k,           v,          k_cache,         v_cache,     sinks,    slopes,
                        out,          slot_mapping, query_start, seq_lens,      block_tables, tokens,  sequences,
                        table_width,  block_size,  q_token,    q_head,          k_token,     k_head,   v_token,
                        v_head,       heads,       kv_heads,   dim,             v_dim,       window,   chunk,
-                       scale,        softcap,     int8_cache != 0},
+                       scale,        softcap,     sparse_cover, sparse_from,  int8_cache != 0},
                       threads);
+}
+
+// counts[0]: tiles of keys that blocks of queries with a selection have read so far; counts[1]: that they could have.
+OPTKIT_API void optkit_sparse_tiles(int64_t* counts) {
+    counts[0] = optkit::tiles_read.load(std::memory_order_relaxed);
+    counts[1] = optkit::tiles_seen.load(std::memory_order_relaxed);
 }

@@ -21,6 +21,8 @@ struct AttentionArgs {
     int heads, kv_heads, dim, v_dim;                    // H, Hkv, D, Dv
     int64_t window, chunk;                              // 0: none
     float scale, softcap;                               // softcap 0: none
+    float sparse_cover;                                 // 0: dense; see attention_sparse.h
+    int64_t sparse_from;                                // position of the first block of queries that may be sparse
     bool int8_cache;                                    // rows of D int8 and their float32 scale: D + 4 bytes
 };
 

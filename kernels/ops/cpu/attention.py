@@ -44,10 +44,12 @@ def attention(
     window: int = 0,
     softcap: float = 0.0,
     chunk: int = 0,
+    sparse_cover: float = 0.0,
+    sparse_from: int = 0,
 ) -> Tensor:
     """See ``reference.attention``. q, k and v may have any strides; float32 (else the reference runs)."""
     batch = query_start, seq_lens, block_tables
-    scores: tuple[Any, ...] = (sinks, slopes, scale, window, softcap, chunk)
+    scores: tuple[Any, ...] = (sinks, slopes, scale, window, softcap, chunk, sparse_cover, sparse_from)
     if not native_types(q, k_cache):
         return reference.attention(q, k, v, k_cache, v_cache, slot_mapping, *batch, *scores)
     native.require_vector(slot_mapping, q.shape[0], torch.int64, "slot_mapping")
@@ -69,10 +71,12 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     chunk: int = 0,
+    sparse_cover: float = 0.0,
+    sparse_from: int = 0,
 ) -> Tensor:
     """See ``reference.paged_attention``; k and v are read for their shapes alone."""
     batch = query_start, seq_lens, block_tables
-    scores: tuple[Any, ...] = (sinks, slopes, scale, window, softcap, chunk)
+    scores: tuple[Any, ...] = (sinks, slopes, scale, window, softcap, chunk, sparse_cover, sparse_from)
     if not native_types(q, k_cache):
         return reference.paged_attention(q, k, v, k_cache, v_cache, *batch, *scores)
     return run(q, k, v, k_cache, v_cache, None, *batch, *scores)
@@ -98,6 +102,8 @@ def run(
     window: int,
     softcap: float,
     chunk: int,
+    sparse_cover: float,
+    sparse_from: int,
 ) -> Tensor:
     """Attention of checked tensors; without ``slot_mapping`` nothing is written.
 
@@ -140,6 +146,8 @@ def run(
         chunk,
         scale,
         softcap,
+        sparse_cover,
+        sparse_from,
         k_cache.dtype is torch.int8,
         native.threads(),
     )
@@ -208,6 +216,8 @@ def emit_attention(
     window: int = 0,
     softcap: float = 0.0,
     chunk: int = 0,
+    sparse_cover: float = 0.0,
+    sparse_from: int = 0,
 ) -> Result:
     (heads, dim), (kv_heads, v_dim) = q.shape, v.shape
     out = b.buffer(q.rows, (heads, v_dim))
@@ -218,7 +228,8 @@ def emit_attention(
         tokens=Size(q.rows), sequences=Size(SEQUENCES), table_width=Size(TABLE_WIDTH), block_size=Size(BLOCK_SIZE),
         q_token=q.row_stride, q_head=dim, k_token=k.row_stride, k_head=dim, v_token=v.row_stride, v_head=v_dim,
         heads=heads, kv_heads=kv_heads, dim=dim, v_dim=v_dim, window=window, chunk=chunk, scale=float(scale),
-        softcap=float(softcap), int8_cache=k_cache.dtype is torch.int8,
+        softcap=float(softcap), sparse_cover=float(sparse_cover), sparse_from=sparse_from,
+        int8_cache=k_cache.dtype is torch.int8,
     )  # fmt: skip
     return (out,)
 
@@ -239,10 +250,20 @@ def emit_paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     chunk: int = 0,
+    sparse_cover: float = 0.0,
+    sparse_from: int = 0,
 ) -> Result:
     batch = query_start, seq_lens, block_tables
-    scores: tuple[Any, ...] = (sinks, slopes, scale, window, softcap, chunk)
+    scores: tuple[Any, ...] = (sinks, slopes, scale, window, softcap, chunk, sparse_cover, sparse_from)
     return emit_attention(b, q, k, v, k_cache, v_cache, None, *batch, *scores)
+
+
+def sparse_tiles() -> tuple[int, int]:
+    """Tiles of keys that blocks of queries of block-sparse prefill have read so far, and that they could have read."""
+    counts = torch.zeros(2, dtype=torch.int64)
+    native.library().optkit_sparse_tiles(counts.data_ptr())
+    read, seen = counts.tolist()
+    return read, seen
 
 
 KERNELS = tuple(

@@ -96,6 +96,7 @@ inline const float* query_of(const Problem& p, const Item& item, int row) {
 
 #include "attention_float.h"
 #include "attention_int8.h"
+#include "attention_sparse.h"
 
 // Calls attend for one block of rows, whose number becomes a constant.
 template <class Kind, int R = kRows>
@@ -140,7 +141,14 @@ OPTKIT_TARGET inline void attend_split(const Problem& p, const Item& item, int64
     if (begin < seen) begin = seen / kTile * kTile;
     const auto attend = p.int8_cache ? attend_tile<OnInt8> : attend_tile<OnFloat>;
     if (item.count * p.group <= kRows) prefetch(p, item, begin);
-    for (; begin < split_stop && begin < stop; begin += kTile) attend(p, item, begin, scratch, sums);
+    for (; begin < split_stop && begin < stop; begin += kTile)
+        if (!scratch.selected || scratch.selected[begin / kTile]) attend(p, item, begin, scratch, sums);
+}
+
+// True where the item reads a tile of the split.
+inline bool reads_split(const Item& item, int64_t split, const Scratch& scratch) {
+    const int64_t first = split * kSplit / kTile, last = std::min((split + 1) * kSplit / kTile, item.position / kTile + 1);
+    return !scratch.selected || std::any_of(scratch.selected + first, scratch.selected + last, [](uint8_t on) { return on; });
 }
 
 // total += part, both relative to their own largest score.
@@ -184,7 +192,9 @@ OPTKIT_TARGET inline void finish(const Problem& p, const Item& item, const Sums&
 OPTKIT_TARGET inline void attend_all(const Problem& p, const Item& item, Scratch& scratch) {
     p.int8_cache ? OnInt8::pack_queries(p, item, scratch) : OnFloat::pack_queries(p, item, scratch);
     clear(p, item, scratch.total);
+    scratch.selected = is_sparse(p, item) ? select_tiles(p, item, scratch) : nullptr;
     for (int64_t split = first_split(p, item); split <= last_split(item); ++split) {
+        if (!reads_split(item, split, scratch)) continue;
         attend_split(p, item, split, scratch, scratch.part);
         merge(p, item, scratch.part, scratch.total);
     }
@@ -195,6 +205,7 @@ OPTKIT_TARGET inline void attend_all(const Problem& p, const Item& item, Scratch
 OPTKIT_TARGET inline void attend_part(const Problem& p, const Item& item, int64_t split, const Sums& part,
                                       Scratch& scratch) {
     p.int8_cache ? OnInt8::pack_queries(p, item, scratch) : OnFloat::pack_queries(p, item, scratch);
+    scratch.selected = nullptr;
     attend_split(p, item, split, scratch, part);
 }
 

@@ -37,6 +37,8 @@ def attention(
     window: int = 0,
     softcap: float = 0.0,
     chunk: int = 0,
+    sparse_cover: float = 0.0,
+    sparse_from: int = 0,
 ) -> Tensor:
     """See ``reference.attention``. No soft-cap, sinks or slopes, and no int8 pools."""
     refuse(k_cache, sinks, slopes, softcap)
@@ -60,6 +62,8 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     chunk: int = 0,
+    sparse_cover: float = 0.0,
+    sparse_from: int = 0,
 ) -> Tensor:
     """See ``reference.paged_attention``; without the same as ``attention``."""
     refuse(k_cache, sinks, slopes, softcap)
@@ -136,7 +140,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, chunk: in
 
 
 def plain(options: Mapping[str, Any]) -> bool:
-    return not options.get("softcap") and options.get("kv_dtype", "float32") == "float32"
+    special = options.get("softcap") or options.get("sparse_cover")
+    return not special and options.get("kv_dtype", "float32") == "float32"
 
 
 def without_weights(weights: Mapping[int, Tensor]) -> bool:
@@ -152,7 +157,7 @@ KERNELS = tuple(
         lambda target: target.kind == "cpu",
         accepts=without_weights,
         handles=plain,
-        needs="a float32 KV cache; no soft-cap, sinks or slopes",
+        needs="a float32 KV cache; no soft-cap, sinks or slopes, and dense prefill",
     )
     for name, function in (("attention", attention), ("paged_attention", paged_attention))
 )

@@ -27,6 +27,7 @@ FUNCTION(int64_t, run_program_recorded, const void* calls, int64_t count, const 
          const int64_t* inputs, const int64_t* arenas, void* block_memory, int64_t block_tokens, int64_t token_bytes,
          int threads, void* records, int64_t capacity, int64_t* used, int64_t first_op)
 FUNCTION(int64_t, ticks, void)
+FUNCTION(void, sparse_tiles, int64_t* counts)
 FUNCTION(int64_t, region_bytes, int64_t ranks)
 FUNCTION(int64_t, join, uint8_t* region, int rank, int size, int64_t spin, int64_t timeout)
 FUNCTION(void, leave, int64_t communicator)
@@ -117,4 +118,4 @@ KERNEL(void, attention, const float* q, const float* k, const float* v, void* k_
        const int32_t* seq_lens, const int32_t* block_tables, int64_t tokens, int64_t sequences, int64_t table_width,
        int64_t block_size, int64_t q_token, int64_t q_head, int64_t k_token, int64_t k_head, int64_t v_token,
        int64_t v_head, int heads, int kv_heads, int dim, int v_dim, int64_t window, int64_t chunk, float scale,
-       float softcap, int int8_cache)
+       float softcap, float sparse_cover, int64_t sparse_from, int int8_cache)

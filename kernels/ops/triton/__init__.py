@@ -24,10 +24,20 @@ def kernels() -> tuple[Kernel, ...]:
     """Rows for targets of kind ``cuda``, best first for each op."""
     if not available():
         return ()
-    from optkit.kernels.triton import attention, common, linear, pointwise, quantize, rope_kv, sampling
+    from optkit.kernels.triton import (
+        attention,
+        common,
+        linear,
+        pointwise,
+        quantize,
+        rope_kv,
+        sampling,
+        two_four,
+    )
 
     common.use_private_cache()
     return (
+        *two_four.KERNELS,
         *linear.KERNELS,
         *pointwise.KERNELS,
         *quantize.KERNELS,

@@ -84,6 +84,8 @@ def attention(
     window: int = 0,
     softcap: float = 0.0,
     chunk: int = 0,
+    sparse_cover: float = 0.0,
+    sparse_from: int = 0,
 ) -> Tensor:
     """See ``reference.attention``."""
     write_kv(k, v, k_cache, v_cache, slot_mapping)
@@ -106,6 +108,8 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     chunk: int = 0,
+    sparse_cover: float = 0.0,
+    sparse_from: int = 0,
 ) -> Tensor:
     """See ``reference.paged_attention``. q may have any strides; k and v are read for whole prompts (``sdpa``) only."""
     q = with_unit_stride(q)
@@ -293,11 +297,18 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def with_values(options: Mapping[str, Any]) -> bool:
-    """True for a site with a pool of V."""
-    return not options.get("latent")
+    """True for a site with a pool of V and dense prefill."""
+    return not options.get("latent") and not options.get("sparse_cover")
 
 
 KERNELS = tuple(
-    Kernel(name, "triton", function, supports, handles=with_values, needs="a pool of V, so no latent KV")
+    Kernel(
+        name,
+        "triton",
+        function,
+        supports,
+        handles=with_values,
+        needs="a pool of V, so no latent KV; dense prefill",
+    )
     for name, function in (("attention", attention), ("paged_attention", paged_attention))
 )

@@ -48,6 +48,8 @@ SCORES = (
     whole("window", 0, MAX_INT),
     Number("softcap", 0.0),
     whole("chunk", 0, MAX_INT),
+    Number("sparse_cover", 0.0),
+    whole("sparse_from", 0, MAX_INT),
 )
 ONE_CALL = "on a CPU ``attention`` writes the cache and attends in one call"
 

@@ -72,6 +72,31 @@ def parse_config(text: str) -> KVEventsConfig:
         raise UserError(str(error).replace("`", ""), where=OPTION, fix=f"write it as '{example}'") from error
 
 
+def for_rank(text: str, rank: int) -> str:
+    """The value of ``--kv-events-config`` for a replica: a bound port is the base port and ``rank``, as in vLLM.
+
+    Args:
+        rank: of the replica on its machine, from 0.
+    """
+    config = parse_config(text)
+    if not config.binds:
+        return text
+    moved = {
+        name: _moved(value, rank)
+        for name in ("endpoint", "replay_endpoint")
+        if (value := getattr(config, name)) is not None
+    }
+    return msgspec.json.encode(msgspec.structs.replace(config, **moved)).decode()
+
+
+def _moved(endpoint: str, rank: int) -> str:
+    """``endpoint`` with the port of ``rank``; another name where there is no port."""
+    head, colon, port = endpoint.rpartition(":")
+    if endpoint.startswith("tcp://") and port.isdecimal():
+        return f"{head}{colon}{int(port) + rank}"
+    return f"{endpoint}_dp{rank}" if rank else endpoint
+
+
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
     """Blocks that follow each other on a path."""
 

@@ -111,7 +111,7 @@ class KVManager:
 
     def count(self, request: Request) -> None:
         """Count the admission of a new request in the statistics; a preempted request was counted before."""
-        if self.cache is not None and request.received.reads_prefix_cache:
+        if self.cache is not None and request.reads_prefix_cache:
             self.num_queries += len(request.token_ids)
             self.num_hits += request.num_computed
             self.states.count(request)
@@ -333,7 +333,7 @@ class KVManager:
 
         The number counts the blocks with cached KV, more than nodes where a recurrent state is missing at the end.
         """
-        if self.cache is None or not request.received.reads_prefix_cache:
+        if self.cache is None or not request.reads_prefix_cache:
             return [], 0
         salt, size = request.received.cache_salt, self.block_size
         nodes: list[Node] = []
@@ -426,6 +426,7 @@ class KVManager:
         return (
             self.cache is not None
             and not request.sealed
+            and request.positions is None  # KV of a part of the prompt is no other prompt's
             and (len(request.nodes) + 1) * self.block_size <= min(limit, request.num_shareable)
             and bool(request.block_tables)  # none after a preemption
         )

@@ -213,7 +213,8 @@ def penalize(logits: Tensor, request: Request) -> Tensor:
     """Repetition (Keskar et al. 2019) over prompt and output; frequency and presence (OpenAI) over the output."""
     p = request.sampling
     logits = logits.clone()
-    seen = torch.tensor(request.token_ids, device=logits.device).unique()
+    left_out = request.positions.left_out if request.positions is not None else ()
+    seen = torch.tensor([*request.token_ids, *left_out], device=logits.device).unique()
     values = logits[seen]
     logits[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
     output = torch.tensor(request.output_ids, dtype=torch.int64, device=logits.device)

@@ -42,6 +42,7 @@ from optkit.runtime.scheduling.forecast import Forecast
 from optkit.runtime.scheduling.policy import AT_ONCE, NEVER, make_policy, seconds, ttft_deadline
 from optkit.runtime.scheduling.prefill_only import ANYTHING, Background
 from optkit.runtime.scheduling.step_sizes import StepSizes
+from optkit.runtime.specprefill.positions import Positions
 from optkit.runtime.types import (
     QUEUE_TIMEOUT,
     Batch,
@@ -52,6 +53,7 @@ from optkit.runtime.types import (
     Failure,
     FinishReason,
     Matcher,
+    PrefillTimes,
     Request,
     ScheduledRequest,
     TokenOutput,
@@ -132,24 +134,42 @@ class Scheduler:
     def proposer(self, proposer: Proposer | None) -> None:
         self.drafts.proposer = proposer
 
-    def add(self, received: EngineRequest, matcher: Matcher | None = None) -> None:
+    def check_servable(self, received: EngineRequest) -> None:
+        """Refuse a request that can never be served, and an id that is in use.
+
+        Raises:
+            EngineRefusal: the reason.
+        """
+        reason = self._refusal(received)
+        if received.request_id in self._requests:
+            reason = f"a request with the id {received.request_id!r} is being served"
+        if reason:
+            raise EngineRefusal(reason)
+
+    def add(
+        self,
+        received: EngineRequest,
+        matcher: Matcher | None = None,
+        positions: Positions | None = None,
+        times: PrefillTimes | None = None,
+    ) -> None:
         """Queue a request; with a ``matcher`` the request waits until the matcher is ready.
+
+        Args:
+            positions: of the tokens of a prompt with gaps.
+            times: of a request that was queued and worked on before.
 
         Raises:
             EngineRefusal: the request can never be served.
             EngineOverload: the first token would come after the deadline, and ``enforce_ttft_slo`` is set.
         """
         background = received.prefill is not None
-        reason = self._refusal(received)
-        if received.request_id in self._requests:
-            reason = f"a request with the id {received.request_id!r} is being served"
-        if reason:
-            raise EngineRefusal(reason)
+        self.check_servable(received)
         token_ids = [*received.prompt_ids, *[ANYTHING] * background]
-        request = Request(received, token_ids, matcher=matcher)
+        request = Request(received, token_ids, matcher=matcher, positions=positions)
         if reason := self.background.refusal(request):
             raise EngineRefusal(reason)
-        request.times.queued = self.clock()
+        request.times = times or PrefillTimes(queued=self.clock())
         work = request.num_uncached = request.num_pending - self.kv.cached_tokens(request)
         request.rank = (self._rank_of(received, work), self._num_added)
         if self.config.enforce_ttft_slo and not background and not received.continued:

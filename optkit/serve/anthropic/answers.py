@@ -16,7 +16,7 @@ from optkit.runtime.types import FinishReason, FirstToken
 from optkit.serve.anthropic.protocol import PARAMS
 from optkit.serve.http.errors import ApiError
 from optkit.serve.http.json_body import BadJson, object_in
-from optkit.serve.openai.answers import ResponseHead, ResponseParts, cached_tokens
+from optkit.serve.openai.answers import ResponseHead, ResponseParts, cached_tokens, specprefill_details
 from optkit.serve.openai.generation import Delta, parts_of
 from optkit.serve.tools.parts import Part, joined
 
@@ -96,7 +96,7 @@ class MessageWriter:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": delta.num_tokens,
-        }
+        } | specprefill_details([self._first])
         return {
             "id": self._head.reply_id,
             "type": "message",

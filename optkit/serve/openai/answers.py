@@ -129,12 +129,18 @@ def usage(
     }
     cached = cached_tokens(firsts, n)
     if cached is not None:
-        body["prompt_tokens_details"] = {"cached_tokens": cached}
+        body["prompt_tokens_details"] = {"cached_tokens": cached} | specprefill_details(firsts, n)
     if num_reasoning is not None:
         body["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
     if ttft_details:
         body["ttft_details"] = firsts
     return body
+
+
+def specprefill_details(firsts: Sequence[FirstToken | None], n: int = 1) -> dict[str, int]:
+    """The prompt tokens that SpecPrefill computed, of prompts with tokens left out; empty for none."""
+    kept = [first.kept_tokens for first in firsts[::n] if first and first.kept_tokens is not None]
+    return {"specprefill_kept_tokens": sum(kept)} if kept else {}
 
 
 def cached_tokens(firsts: Sequence[FirstToken | None], n: int = 1) -> int | None:

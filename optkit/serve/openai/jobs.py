@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from optkit.runtime.specprefill.settings import SpecPrefill
 from optkit.runtime.types import Constraint, EngineRequest
 from optkit.serve.openai.defaults import SamplingDefaults
 from optkit.serve.openai.protocol import ChatRequest, GenerationRequest
@@ -107,6 +108,7 @@ def choice_jobs(
             arrival=sender.arrival,
             priority=request.priority or 0,
             cache_salt=f"{sender.tenant}:{request.cache_salt or ''}",
+            specprefill=specprefill(request),
         )
         yield ChoiceJob(
             index=first + j,
@@ -122,3 +124,10 @@ def choice_jobs(
             parser=prompt.new_parser(),
             hides_reasoning=isinstance(request, ChatRequest) and request.include_reasoning is False,
         )
+
+
+def specprefill(request: GenerationRequest) -> SpecPrefill | None:
+    """The choice of a request on SpecPrefill; None without one."""
+    if request.specprefill is None and request.specprefill_keep_pct is None:
+        return None
+    return SpecPrefill(enabled=request.specprefill, keep_pct=request.specprefill_keep_pct)

@@ -107,6 +107,8 @@ class GenerationRequest(BaseModel):
     return_tokens_as_token_ids: bool | None = None
     cache_salt: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
     ttft_details: bool | None = None
+    specprefill: bool | None = None
+    specprefill_keep_pct: Annotated[float, Field(gt=0, le=1)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None

@@ -16,7 +16,7 @@ import msgspec
 
 from optkit.runtime.types import FinishReason
 from optkit.serve.http.errors import ApiError
-from optkit.serve.openai.answers import ResponseHead, ResponseParts, cached_tokens
+from optkit.serve.openai.answers import ResponseHead, ResponseParts, cached_tokens, specprefill_details
 from optkit.serve.openai.defaults import SamplingDefaults
 from optkit.serve.openai.generation import Delta, parts_of
 from optkit.serve.openai.protocol import first_given
@@ -176,7 +176,8 @@ class ResponseWriter:
             "input_tokens_details": {
                 "cached_tokens": cached_tokens([self._first]) or 0,
                 "cache_write_tokens": 0,
-            },
+            }
+            | specprefill_details([self._first]),
             "output_tokens": num_output,
             "output_tokens_details": {"reasoning_tokens": reasoning},
             "total_tokens": num_prompt + num_output,

@@ -11,6 +11,7 @@ from optkit.runtime.kv.events import (
     EventBatch,
     KVEventsConfig,
     events_of,
+    for_rank,
     hash_of,
     parse_config,
 )
@@ -91,3 +92,13 @@ def test_a_wrong_configuration_is_one_clear_error(text: str) -> None:
     with pytest.raises(UserError) as error:
         parse_config(text)
     assert error.value.where == "--kv-events-config" and "enable_kv_cache_events" in str(error.value.fix)
+
+
+def test_replicas_of_a_machine_bind_ports_of_their_own() -> None:
+    text = '{"enable_kv_cache_events": true, "replay_endpoint": "tcp://*:6000", "topic": "t"}'
+    second = parse_config(for_rank(text, 1))
+    assert (second.endpoint, second.replay_endpoint, second.topic) == ("tcp://*:5558", "tcp://*:6001", "t")
+    assert parse_config(for_rank(text, 0)) == parse_config(text)
+    assert parse_config(for_rank('{"endpoint": "ipc:///run/kv"}', 2)).endpoint == "ipc:///run/kv_dp2"
+    there = '{"endpoint": "tcp://router:5557"}'
+    assert for_rank(there, 3) == there, "receivers listen at one port"

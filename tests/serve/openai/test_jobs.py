@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
+from optkit.runtime.specprefill.settings import SpecPrefill
 from tests.support.http_calls import CHAT, COMPLETIONS, HELLO
 from tests.support.serve_fakes import FakeEngine, post, tiny_app
 from tests.support.tiny_tokenizer import fast_tokenizer, tiny_tokenizer
@@ -56,3 +61,36 @@ def test_sampling_fields_reach_the_engine() -> None:
     sampling = engine.requests[0].sampling
     assert {name: getattr(sampling, name) for name in fields} == fields
     assert sampling.max_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, None),
+        ({"specprefill": True}, SpecPrefill(enabled=True)),
+        ({"specprefill": False}, SpecPrefill(enabled=False)),
+        ({"specprefill_keep_pct": 0.2}, SpecPrefill(keep_pct=0.2)),
+        ({"specprefill": True, "specprefill_keep_pct": 1}, SpecPrefill(enabled=True, keep_pct=1.0)),
+    ],
+)
+def test_the_choice_on_specprefill_reaches_the_engine(
+    fields: dict[str, Any], wanted: SpecPrefill | None
+) -> None:
+    engine = FakeEngine()
+    post(tiny_app(engine), CHAT, {**HELLO, **fields})
+    post(tiny_app(engine), COMPLETIONS, {"prompt": "Hello", **fields})
+    assert [request.specprefill for request in engine.requests] == [wanted, wanted]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("specprefill", "yes"),
+        ("specprefill_keep_pct", 0),
+        ("specprefill_keep_pct", 25),
+        ("specprefill_keep_pct", "a"),
+    ],
+)
+def test_wrong_choices_on_specprefill_are_named(name: str, value: object) -> None:
+    answer = post(tiny_app(FakeEngine()), CHAT, {**HELLO, name: value})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == name
