@@ -1,7 +1,7 @@
-"""Bytes of tensors that this process read, by the processor's own record: the accessed bits of memory pages (Linux).
+"""Bytes of tensors read by the own process, from the processor's record: the accessed bits of memory pages (Linux).
 
 The kernel clears the bits on a write to /proc/self/clear_refs, and /proc/self/smaps counts the pages with a set bit of
-each mapping (``Referenced``). A page counts whole, so the figure is exact up to a page at each end of what was read.
+each mapping (``Referenced``). A page counts whole, so the figure is exact up to a page at each end of a tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def is_available() -> bool:
 
 
 def small_pages() -> None:
-    """Make all memory that is mapped from now on of pages of the usual size; a bit of a large page says little.
+    """Give memory mapped from now on pages of the usual size; a bit of a large page says little.
 
     Raises:
         OSError: the system refuses.
@@ -41,7 +41,7 @@ class Watched:
 
     Raises:
         OSError: the system refuses.
-        RuntimeError: a tensor is in large pages (``small_pages`` was not called before it was made).
+        RuntimeError: a tensor is in large pages (``small_pages`` was not called before).
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -85,7 +85,7 @@ def whole_pages(tensor: Tensor) -> tuple[int, int]:
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """``ranges`` in order, neighbours as one, as the system joins mappings that are alike."""
+    """``ranges`` in order, neighbours joined, as the system joins equal mappings."""
     found: list[tuple[int, int]] = []
     for start, end in sorted(ranges):
         if found and start <= found[-1][1]:
@@ -96,7 +96,7 @@ def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def mappings(field: str) -> Iterator[tuple[int, int, int]]:
-    """First address, end and the bytes in ``field`` of each mapping of this process."""
+    """First address, end and the bytes in ``field`` of each mapping of the process."""
     start = end = 0
     for line in MAPPINGS.read_text("utf-8").splitlines():
         name, _, rest = line.partition(" ")

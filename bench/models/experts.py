@@ -1,4 +1,4 @@
-"""Experts in int8 against float: time of an output token (TPOT), and the bytes of expert weights that a token reads.
+"""Experts in int8 against float: time of an output token (TPOT), and the bytes of expert weights read for a token.
 
     python -m bench.models experts
     python -m bench.models experts --experts 64 --top 8 --threads 2 --rounds 9
@@ -6,9 +6,9 @@
 A random ``qwen3_moe`` model, with the same fusions on both sides; ``int8`` has groups of 32 channels. Each round serves
 a prompt by both engines, in turns; TPOT is the wall time from the first to the last token of an answer.
 
-The bytes have two sides. The formula (docs/sizes.md) is that of the packed weights of the experts in use. The other
+The bytes have two sides. The formula (docs/sizes.md) counts the packed weights of the experts in use. The other
 side are the accessed bits of the memory pages of all expert weights, cleared before and counted after a decode step,
-in a process of its own without large pages. They agree up to the pages at the ends of each piece of memory.
+in a separate process without large pages. Both agree up to the pages at the ends of each piece of memory.
 
 Exit code 1: TPOT is less than 2.0 times better, or the bytes differ.
 """
@@ -120,7 +120,7 @@ def sided(graph: Graph, side: str) -> Executable:
 
 
 def token_seconds(engine: Engine, prompt: list[int], num_tokens: int) -> float:
-    """Wall time of an output token after the first, of a request that is alone in the engine."""
+    """Wall time of an output token after the first, of a request alone in the engine."""
     start(engine, prompt, num_tokens)
     arrivals = []
     while engine.has_work:
@@ -141,7 +141,7 @@ def in_a_process(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def bytes_read(graph: Graph, args: argparse.Namespace) -> dict[str, Any]:
-    """Bytes of expert weights that a decode step of one token reads, by formula and by accessed bits."""
+    """Bytes of expert weights read by a decode step of a single token, by formula and by accessed bits."""
     found: dict[str, Any] = {}
     for side in SIDES:
         model = sided(graph, side)
@@ -160,7 +160,7 @@ def by_formula(side: str, args: argparse.Namespace) -> int:
 
 
 def matrix_bytes(side: str, n: int, k: int) -> int:
-    """Bytes that a token reads of a matrix [n, k]: int8 has a scale (float32) for each row and group.
+    """Bytes read of a matrix [n, k] for a token: int8 has a scale (float32) for each row and group.
 
     The packed weight has sums of codes (int32), too. For a single row of activations the kernels do without.
     """
@@ -171,7 +171,7 @@ def matrix_bytes(side: str, n: int, k: int) -> int:
 
 
 def pieces(side: str, args: argparse.Namespace) -> int:
-    """The pieces of memory that a step reads: two matrices of an expert, in int8 with scales apart."""
+    """The pieces of memory read by a step: two matrices of an expert, in int8 with scales apart."""
     return args.layers * args.top * 2 * (2 if side == "int8" else 1)
 
 
@@ -179,7 +179,7 @@ def expert_weights(model: Executable, experts: int, hidden: int, width: int) -> 
     """The weights of experts of ``model``, each once.
 
     Raises:
-        ValueError: there are none, so their layout is not the one described here.
+        ValueError: there are none: the layout of experts is not the described layout.
     """
     rows = (experts * 2 * width, experts * hidden)
     tensors = {t.data_ptr(): t for variant in model.variants for t in variant.tensors() if t.numel()}
@@ -207,7 +207,8 @@ def watched_steps(engine: Engine, weights: Sequence[Tensor]) -> list[int]:
 def differs(result: dict[str, Any], side: str) -> bool:
     """True where accessed bits and formula differ, in any step, by more than the pages at the ends of pieces.
 
-    A piece of memory lies in up to two pages more than it fills. Of each tensor the pages at both ends are not watched.
+    A piece of memory lies in up to two pages more than its size fills. Of each tensor the pages at both ends are not
+    watched.
     """
     if f"{side}: bytes accessed" not in result:
         return False

@@ -1,7 +1,7 @@
-"""Kinds of states: a small model each, and the bytes of its states by the formulas of docs/sizes.md.
+"""Kinds of states: a small model each, and the bytes of states by the formulas of docs/sizes.md.
 
-The formulas use the fields of transformers' configurations. They are the other side of a comparison, so they take
-nothing from optkit.
+The formulas use the fields of transformers' configurations, and nothing of optkit: the other
+side of a comparison.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COMMON: dict[str, Any] = {
 class Kind:
     """A model with a kind of state: bytes of a token in all layers with KV, and of a sequence of any length.
 
-    ``windows`` are those of the layers with KV, 0 for all tokens; the layers have equal bytes.
+    ``windows`` belong to the layers with KV, 0 for all tokens; the layers have equal bytes.
     """
 
     model_type: str

@@ -5,8 +5,8 @@
 
 Random models of a few layers. In each round a new prompt is answered three times: from an empty cache (cold), again
 (the hit ends at the last full block of the prompt), and as the next turn of a chat, which is prompt, answer and new
-words (the hit ends in the answer). The next turn is then answered from an empty cache, too. Answers are greedy; those
-from a hit must be those from an empty cache, and those of the first round must be the tokens of transformers in eager
+words (the hit ends in the answer). The next turn is then answered from an empty cache, too. Answers are greedy.
+Answers from a hit must equal answers from an empty cache, and in the first round the tokens of transformers in eager
 attention. Ratios are taken within a round, of wall time and of the time of the main thread.
 
 Exit code 1: a median ratio is above the bound, an answer differs, or a prompt found no checkpoint.
@@ -124,7 +124,7 @@ def figure(model_type: str, fields: dict[str, Any], length: int, rounds: int) ->
 
 
 def round_of(engine: Engine, prompt: list[int]) -> dict[str, Any]:
-    """Times by kind, tokens found in the cache, and answers that differ."""
+    """Times by kind, tokens found in the cache, and differing answers."""
     engine.reset_prefix_cache()
     cold = answer_of(engine, prompt, ANSWER_TOKENS)
     again = answer_of(engine, prompt, ANSWER_TOKENS)

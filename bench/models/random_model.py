@@ -1,6 +1,6 @@
 """Random models of any type and size in transformers, captured, changed by passes, and served by an engine.
 
-No checkpoint is written: the model is built from a configuration, and the engine is made as ``optkit serve`` makes it
+No checkpoint is written: the model is built from a configuration, and the engine is made as by ``optkit serve``
 (``optkit.runtime.factory``).
 """
 
@@ -74,7 +74,7 @@ def no_calibration(config: object) -> list[list[int]]:
 
 
 def executable(graph: Graph) -> Executable:
-    """``graph`` with the kernels of this machine."""
+    """``graph`` with the machine's kernels."""
     return lower(graph, present_target("cpu"))
 
 
@@ -82,7 +82,7 @@ def engine_of(model: Executable, layout: KVLayout | None = None, **options: Any)
     """An engine on ``model``.
 
     Args:
-        layout: the groups of layers with block tables of their own; by default those of the model.
+        layout: the groups of layers with block tables of their own; by default the model's groups.
         options: of ``optkit serve``.
     """
     config = scheduler_config(model, EngineOptions(**options), "cpu", layout)
@@ -99,7 +99,7 @@ def random_prompts(count: int, length: int, vocabulary: int, seed: int = 0) -> l
 
 @dataclass(frozen=True)
 class Timed:
-    """A greedy answer: seconds to its first token, of the clock and of the thread, and tokens found in the cache."""
+    """A greedy answer: seconds to the first token, of the clock and of the thread, and tokens found in the cache."""
 
     tokens: list[int]
     wall: float
@@ -117,7 +117,7 @@ def start(engine: Engine, prompt: Sequence[int], num_tokens: int) -> None:
 
 
 def answer_of(engine: Engine, prompt: Sequence[int], num_tokens: int) -> Timed:
-    """The answer to a request that is alone in the engine.
+    """The answer to a request alone in the engine.
 
     Raises:
         RuntimeError: the request failed.
@@ -140,7 +140,7 @@ def answer_of(engine: Engine, prompt: Sequence[int], num_tokens: int) -> Timed:
 def eager_answer(
     model_type: str, fields: Mapping[str, Any], prompt: Sequence[int], num_tokens: int
 ) -> list[int]:
-    """The greedy answer of ``random_model`` in transformers' eager attention; no token ends it."""
+    """The greedy answer of ``random_model`` in transformers' eager attention; no token ends the answer."""
     model = random_model(model_type, fields, "eager")
     model.generation_config.eos_token_id = None
     ids = torch.tensor([prompt])

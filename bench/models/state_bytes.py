@@ -3,11 +3,11 @@
     python -m bench.models state_bytes
     python -m bench.models state_bytes --only windows --tokens 8192
 
-Random models, a kind each. All pools of an engine are filled with a byte, a request is served, and the bytes that
-changed are counted; a second engine with another byte finds those that happened to stay. The formula is computed from
-the configuration of transformers, not from optkit's records of states.
+Random models, a kind each. All pools of an engine are filled with a byte, a request is served, and the changed bytes
+are counted; a second engine with another byte finds bytes equal to the first fill by chance. The formula is computed
+from the configuration of transformers, not from optkit's records of states.
 
-Layers with windows write the same blocks again and again, so what counts there are the blocks that the request holds
+Layers with windows write the same blocks again and again, so the count there is the blocks held by the request
 after its prompt, times the bytes of a block in memory; full KV is the same model in an engine without groups of layers.
 The prompt is then served from a pool of a quarter of the bytes of full KV, and must get the same answer.
 
@@ -77,7 +77,7 @@ def model_of(kind: Kind) -> Executable:
 
 
 def written(kind: Kind) -> dict[str, Any]:
-    """Bytes that a sequence writes, and those of the formula, of tokens and of the sequence."""
+    """Bytes written by a sequence, and bytes by the formula, of tokens and of the sequence."""
     model = model_of(kind)
     (prompt,) = random_prompts(1, PROMPT_TOKENS, model.vocab_size)
     found = [changed_bytes(model, prompt, fill) for fill in FILLS]
@@ -94,7 +94,7 @@ def written(kind: Kind) -> dict[str, Any]:
 
 
 def changed_bytes(model: Executable, prompt: Sequence[int], fill: int) -> dict[str, Tensor]:
-    """True for each byte of the pools that is not ``fill`` after a request."""
+    """True for each byte of the pools other than ``fill`` after a request."""
     engine = engine_of(model, max_num_seqs=2, kv_cache_bytes=32 << 20, enable_prefix_caching=False)
     pools = pools_of(engine)
     for memory in pools.values():
@@ -120,9 +120,9 @@ def memory_of(pools: Any) -> list[Tensor]:
 
 
 def windowed(kind: Kind, length: int, step_tokens: int = STEP_TOKENS) -> dict[str, Any]:
-    """Bytes that a prompt of ``length`` tokens holds with windows, without, and by formula; and the three answers.
+    """Bytes held by a prompt of ``length`` tokens with windows, without, and by formula; and the three answers.
 
-    ``step_tokens`` are computed in a step; so many tokens are held beside those in the window.
+    ``step_tokens`` are computed in a step; so many tokens are held beside the window.
     """
     model = model_of(kind)
     (prompt,) = random_prompts(1, length, model.vocab_size)
@@ -168,7 +168,7 @@ def held_bytes(
 
 
 def by_formula(kind: Kind, tokens: int) -> int:
-    """The bytes that the layers of ``kind`` hold after ``tokens`` tokens, in whole blocks."""
+    """The bytes held by the layers of ``kind`` after ``tokens`` tokens, in whole blocks."""
     blocks = -(-tokens // BLOCK)
     layer = kind.token_bytes // len(kind.windows) * BLOCK
     return sum(layer * (blocks - (max(0, tokens - w + 1) // BLOCK if w else 0)) for w in kind.windows)

@@ -170,6 +170,10 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     kept_tokens: int | None = None
 
+    def parts(self) -> dict[str, float]:
+        """The parts by name, without those that are None."""
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """The natural logarithm of a token's probability, and of the most likely tokens at its position.

@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import msgspec
-
 from optkit.errors import UserError
 from optkit.extras import need_extra
 from optkit.runtime.types import FirstToken
@@ -152,7 +150,7 @@ def attributes(done: SpanRecord, now: float) -> dict[str, Any]:
         found["gen_ai.latency.time_to_first_token"] = done.first_at - done.arrival
     if done.first is not None:
         found["gen_ai.latency.time_in_queue"] = done.first.queue
-        found |= {f"optkit.ttft.{name}": value for name, value in msgspec.structs.asdict(done.first).items()}
+        found |= {f"optkit.ttft.{name}": value for name, value in done.first.parts().items()}
     return {name: value for name, value in found.items() if value is not None}
 
 

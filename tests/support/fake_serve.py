@@ -22,11 +22,11 @@ class FakeServe:
         config: deployed and running.
         failing: the reason why replicas of any further version do not start; empty: they start.
         verdict: of examinations, by kind: the reason of a failure, empty for a pass.
-        dice: of the time that things take.
+        dice: of the time of each change.
 
     Attributes:
-        fewest, most: replicas that served clients, and that existed, at any time.
-        mixed: True once clients were let to replicas that ``verdict`` had not been asked about.
+        fewest, most: replicas serving clients, and in existence, at any time.
+        mixed: True once clients reached replicas before ``verdict`` was asked.
     """
 
     def __init__(

@@ -17,7 +17,6 @@ import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -110,7 +109,7 @@ class GenerationResponse(Response):
         """The line in the log, and the span of the trace."""
         done = self._record
         # of the first choice: the parts of its time to first token
-        parts = msgspec.structs.asdict(done.first) if done.first else {}
+        parts = done.first.parts() if done.first else {}
         times = {name: round(value, 4) for name, value in parts.items()}
         stream, output = bool(self._request.stream), done.num_output
         self._state.log_answered(done, self._sender.tenant, stream=stream, completion_tokens=output, **times)
