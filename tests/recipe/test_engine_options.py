@@ -87,7 +87,8 @@ def test_the_flags_of_serve_are_the_options_that_have_one() -> None:
     own |= {"host", "port", "served_model_name", "api_key_file", "max_queue"}
     own |= {"request_timeout", "log_format", "otlp_traces_endpoint", "shutdown_timeout", "chat_template"}
     own |= {"allowed_origins", "root_path", "ssl_certfile", "ssl_keyfile", "generation_config"}
-    own |= {"tool_call_parser", "reasoning_parser", "response_cache", "demo", "profile_dir", "replicas"}
+    own |= {"tool_call_parser", "reasoning_parser", "response_cache", "demo", "profile_dir"}
+    own |= {"replicas", "prefill"}
     parameters = inspect.signature(serve.serve).parameters
     assert set(parameters) - own == {name for name in NAMES if fact(name, "flag")}
     text = Path(inspect.getsourcefile(serve) or "").read_text()

@@ -61,7 +61,8 @@ def mentions(hint: Any, wanted: type) -> bool:
 
 def hints_of(hop: Any) -> tuple[list[Any], Any]:
     """The types that a function takes and gives; a class takes and holds the types of its fields."""
-    hints = get_type_hints(hop, localns={"Node": object})  # imported for type checkers only
+    for_checkers_only = {"Node": object, "Positions": object}
+    hints = get_type_hints(hop, localns=for_checkers_only)
     if inspect.isclass(hop):
         return list(hints.values()), hop
     return [hint for name, hint in hints.items() if name != "return"], hints["return"]
