@@ -32,7 +32,7 @@ from optkit.kernels import PLAIN
 from optkit.kernels.reference import attention
 from optkit.lowering.compiled.hook import fused_nodes
 from optkit.lowering.cost import predict_seconds
-from optkit.lowering.lower import Executable, lower
+from optkit.lowering.lower import Executable, Packed, lower
 from optkit.lowering.precision import compute_dtype
 from optkit.machine.target import Target
 from optkit.passes.base import PassContext, Progress
@@ -46,7 +46,10 @@ from optkit.text.corpora import load_text
 
 @dataclass(frozen=True)
 class Measurement:
-    """Measures graphs on a target; ``reference`` is the graph of the source model in ``directory``."""
+    """Measures graphs on a target; ``reference`` is the graph of the source model in ``directory``.
+
+    ``release`` gives pages of mapped files back while weights are packed.
+    """
 
     directory: Path
     recipe: Recipe
@@ -54,6 +57,7 @@ class Measurement:
     progress: Progress
     reference: Graph
     spill: Spill | None = None
+    release: Packed | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -153,7 +157,8 @@ class Measurement:
         """``graph`` lowered for the target, with compiled layers; the float weights of a large graph stay on disk."""
         self.collect()
         streamed = not self.fits(graph)
-        return lower_with_code(graph, self.recipe, self.target, self.progress, streamed=streamed)
+        options = {"streamed": streamed, "packed": self.release}
+        return lower_with_code(graph, self.recipe, self.target, self.progress, **options)
 
     def weight_bytes(self, graph: Graph, lowered: Executable) -> int:
         """Bytes of ``graph``'s weights; on a GPU of the lowered weights, since float32 is cast there."""

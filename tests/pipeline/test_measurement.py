@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from optkit.artifact.open import Artifact
 from optkit.checkpoint.safetensors_writer import Spill
@@ -17,7 +18,7 @@ from optkit.passes.base import Plan, no_progress
 from optkit.pipeline import measurement
 from optkit.pipeline.measurement import Measurement
 from optkit.pipeline.records import PassRecord
-from tests.support.graphs import captured
+from tests.support.graphs import apply, captured
 from tests.support.small_runs import recipe, run
 from tests.support.target import TARGET
 
@@ -58,6 +59,16 @@ def test_speed_is_measured_against_pytorchs_attention(
         if "attention" in name
     ]
     assert set(attention) == {"sdpa"}
+
+
+def test_pages_of_quantized_weights_are_given_back_while_a_large_model_is_packed(source: Path) -> None:
+    graph = captured("llama")
+    released: list[int] = []
+    measured = Measurement(source, recipe("passes: {}"), TARGET, no_progress, graph, release=released.append)
+    apply(graph, "w4a8")
+    codes = sum(weight.value.nbytes for weight in graph.weights.values() if weight.value.dtype == torch.int32)
+    measured.lower(graph)
+    assert 0 < codes <= sum(released) <= graph.num_bytes()
 
 
 @pytest.mark.parametrize("in_parts", [False, True])
