@@ -78,7 +78,9 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     request_id: str
 
 
-_hello, _join, _welcome = (msgspec.msgpack.Decoder(kind) for kind in (Hello, Join, Welcome))
+_hello: msgspec.msgpack.Decoder[Hello] = msgspec.msgpack.Decoder(Hello)
+_join: msgspec.msgpack.Decoder[Join] = msgspec.msgpack.Decoder(Join)
+_welcome: msgspec.msgpack.Decoder[Welcome] = msgspec.msgpack.Decoder(Welcome)
 _from_client: msgspec.msgpack.Decoder[Submit | Abort] = msgspec.msgpack.Decoder(Submit | Abort)
 
 

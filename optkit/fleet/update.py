@@ -244,11 +244,11 @@ class ClusterControl:
         return f"{self._config.name}-examination"
 
     async def test(self, replica_id: str) -> Verdict:
-        old, new = (str(self._apps[version]["args"]["artifact"]) for version in (self.old, self.new))
         is_mock = "factory" in self._apps[self.new]["args"]
-        artifacts = {} if is_mock else {"old": old, "new": new}
+        versions = ("", "") if is_mock else (self.old, self.new)
+        old, new = (str(self._apps[version]["args"]["artifact"]) if version else "" for version in versions)
         return await self._examined(
-            Exam(fleet=self._config.name, kind="test", canary=replica_id, **artifacts)
+            Exam(fleet=self._config.name, kind="test", canary=replica_id, old=old, new=new)
         )
 
     async def judge(self, canary: str, baseline: str) -> Verdict:

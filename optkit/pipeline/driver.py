@@ -71,8 +71,15 @@ class Pipeline:
         """The capture and every pass in order; and each choice between candidates, by label of the recipe."""
         states, passes, after_inexact = [self.capture(cache)], list[ResolvedPass](), False
         directory, reference = self.source.directory, states[0].graph
-        of_cache = {"spill": cache.spill, "release": cache.release}
-        measurement = Measurement(directory, self.recipe, self.target, self.progress, reference, **of_cache)
+        measurement = Measurement(
+            directory,
+            self.recipe,
+            self.target,
+            self.progress,
+            reference,
+            spill=cache.spill,
+            release=cache.release,
+        )
         runner = PassRunner(measurement, cache)
         choices: dict[str, Choice] = {}
         for part in parts(resolved):
