@@ -34,11 +34,14 @@ def layers(draw: st.DrawFn) -> tuple[int, int, int, int, int]:
     return draw(st.integers(1, 70)), k, draw(st.integers(1, 300)), group, draw(st.integers(0, 2**31))
 
 
-def weights_of(n: int, k: int, group: int) -> tuple[Tensor, Tensor]:
-    """Weights at both ends of the range, where 16-bit sums would saturate."""
+def weights_of(n: int, k: int, group: int, half: bool = False) -> tuple[Tensor, Tensor]:
+    """Weights at both ends of the range, where 16-bit sums would saturate; ``half``: scales that float16 holds."""
     weight = torch.randint(-128, 128, (n, k), dtype=torch.int8)
     weight[torch.rand(n, k) < 0.2] = -128
-    return weight, torch.rand(n, k // group if group else 1) * 0.01
+    scale = torch.rand(n, k // group if group else 1) * 0.01
+    if half:
+        scale.view(-1)[::7] = 2.0**-22  # a subnormal number of float16
+    return weight, scale.to(torch.float16).to(torch.float32) if half else scale
 
 
 def poisoned(size: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -66,15 +69,16 @@ def error_bound(q: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor) 
 
 
 @SETTINGS
-@given(layers(), st.booleans(), st.integers(1, 4))
-def test_linear(layer: tuple[int, int, int, int, int], biased: bool, threads: int) -> None:
+@given(layers(), st.booleans(), st.booleans(), st.integers(1, 4))
+def test_linear(layer: tuple[int, int, int, int, int], biased: bool, half: bool, threads: int) -> None:
     m, k, n, group, seed = layer
     torch.manual_seed(seed)
     torch.set_num_threads(threads)
     q, scale = reference.quantize_per_token(torch.randn(m, k), group)
-    weight, weight_scale = weights_of(n, k, group)
+    weight, weight_scale = weights_of(n, k, group, half)
     bias = torch.randn(n) if biased else None
     packed = int8.pack({2: weight, 3: weight_scale})
+    assert packed[3].nbytes == -(-n // 32) * 32 * weight_scale.shape[1] * (2 if half else 4)
     expected = reference.linear_w8a8(q, scale, weight, weight_scale, bias)
     outputs = []
     for isa in ISAS:

@@ -25,7 +25,7 @@ def run(x: Tensor, packed: dict[int, Tensor], bias: Tensor | None = None) -> Ten
 
 def problem(m: int, k: int, n: int, group: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(seed)
-    weight, scale = weights_of(n, k, group)
+    weight, scale = weights_of(n, k, group, half=seed % 2 == 1)
     return torch.randn(m, k) * torch.rand(k) * 10, weight, scale
 
 

@@ -148,16 +148,14 @@ bool each_task(const Routing& r, const Activations& x, const Output& y, int64_t 
 }
 
 // The int8 layers of the experts, and what they are multiplied with.
-bool int8_experts(const Routing& r, const Activations& x, const uint8_t* weight, const float* weight_scale,
-                  const Output& y, int64_t k, int threads) {
-    const int64_t bytes = optkit_w8_bytes(y.n, k, x.groups), scales = y.panels * x.groups * PANEL;
+bool int8_experts(const Routing& r, const Activations& x, const uint8_t* weight, const uint8_t* weight_scale,
+                  bool half, const Output& y, int64_t k, int threads) {
+    const int64_t bytes = optkit_w8_bytes(y.n, k), scales = y.panels * scale_bytes(x.groups, half);
     return each_task(r, x, y, k, threads, [&](int64_t expert, int64_t panel, int64_t end, const Block& block,
                                               const float* bias, float* out, int64_t columns) {
-        Linear p = packed_linear(weight + expert * bytes, weight_scale + expert * scales, bias, out, y.n, k, x.groups);
-        p.weight += panel * p.steps * STEP_BYTES;
-        p.offset += panel * p.groups * PANEL;
-        p.weight_scale += panel * p.groups * PANEL;
-        p.n = columns;
+        const uint8_t* own_scales = weight_scale + expert * scales;
+        Linear p = packed_linear(weight + expert * bytes, own_scales, half, bias, out, y.n, k, x.groups);
+        p = from_panel(p, panel, columns);
         p.q = block.q, p.q_stride = block.q_stride, p.scale = block.scale;
         linear_panels(p, 0, end - panel, 0, block.rows);
     });
@@ -194,14 +192,15 @@ using namespace optkit;
 
 // reference.expert_w8a8 of q [tokens][rows_each][k] with rows `q_stride` apart, rows_each 1 or `each`, k a multiple of 4 *
 // groups, and experts [tokens][each]: out [tokens][each][n]. `weight` are the blobs of optkit_pack_w8 of all experts,
-// `weight_scale` is [experts][panels][groups][32], bias [experts][n] or null. Gives 1 where an expert is out of range.
+// `weight_scale` is [experts][panels][groups][32], float16 with `half`, bias [experts][n] or null. Gives 1 where an expert is
+// out of range.
 OPTKIT_API int optkit_expert_w8a8(const uint8_t* q, int64_t q_stride, const float* scale, const uint8_t* weight,
-                                  const float* weight_scale, const float* bias, const int64_t* experts, float* out,
+                                  const uint8_t* weight_scale, const float* bias, const int64_t* experts, float* out,
                                   int64_t tokens, int64_t each, int64_t rows_each, int64_t num_experts, int64_t n,
-                                  int64_t k, int64_t groups, int threads) {
+                                  int64_t k, int64_t groups, int half, int threads) {
     const Routing routing{experts, tokens, each, rows_each, num_experts};
     const Activations x{q, q_stride, k, scale, groups, 1};
-    return !int8_experts(routing, x, weight, weight_scale, {out, bias, n, divide_up(n, PANEL)}, k, threads);
+    return !int8_experts(routing, x, weight, weight_scale, half, {out, bias, n, divide_up(n, PANEL)}, k, threads);
 }
 
 // reference.expert_w4a8; `weight` are the blobs of optkit_pack_w4 of all experts. See optkit_linear_w4a8.
@@ -216,13 +215,13 @@ OPTKIT_API int optkit_expert_w4a8(const uint8_t* q, int64_t q_stride, const floa
 }
 
 // reference.expert_w8a16 of x [tokens][rows_each][k] with rows `x_stride` apart; weights as for optkit_expert_w8a8.
-OPTKIT_API int optkit_expert_w8a16(const float* x, int64_t x_stride, const uint8_t* weight, const float* weight_scale,
+OPTKIT_API int optkit_expert_w8a16(const float* x, int64_t x_stride, const uint8_t* weight, const uint8_t* weight_scale,
                                    const float* bias, const int64_t* experts, float* out, int64_t tokens, int64_t each,
                                    int64_t rows_each, int64_t num_experts, int64_t n, int64_t k, int64_t groups,
-                                   int threads) {
+                                   int half, int threads) {
     const Routing routing{experts, tokens, each, rows_each, num_experts};
     const Activations rows = split_activations(x, x_stride, tokens * rows_each, k, groups, threads);
-    return !int8_experts(routing, rows, weight, weight_scale, {out, bias, n, divide_up(n, PANEL)}, k, threads);
+    return !int8_experts(routing, rows, weight, weight_scale, half, {out, bias, n, divide_up(n, PANEL)}, k, threads);
 }
 
 // reference.expert_wna16 of up to 4 bits; weights as for optkit_expert_w4a8.

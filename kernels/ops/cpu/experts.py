@@ -5,7 +5,7 @@ threads and on any instruction set: the bits of the linear layer of the row's ex
 
 The packed weight of E experts [E * N, K] is the packed weights of the experts [N, K], one after another without space
 between, as a uint8 blob of shape [E * N, bytes / N], of which only E * N has a meaning. Scales of int8 weights become
-float32 [E, panels, G, 32].
+bytes [E, panels, G, 64 or 128] (``int8.pack_scales``).
 """
 
 from __future__ import annotations
@@ -39,18 +39,15 @@ def blobs(rows: int, size: int, count: int) -> Tensor:
 def pack_int8(weights: dict[int, Tensor], options: Mapping[str, Any]) -> dict[int, Tensor]:
     """The weight [E * N, K] int8 and its scales [E * N, G], the argument after the weight, in the native layout."""
     position, count = min(weights), options["num_experts"]
-    weight, scale = weights[position].contiguous(), weights[position + 1].to(torch.float32)
-    (rows, k), groups, library = weight.shape, scale.shape[1], native.library()
+    weight, scale = weights[position].contiguous(), weights[position + 1]
+    (rows, k), library = weight.shape, native.library()
     n = rows // count
-    size = library.optkit_w8_bytes(n, k, groups)
+    size = library.optkit_w8_bytes(n, k)
     blob = blobs(rows, size, count)
     for expert, own in enumerate(weight.unflatten(0, (count, n))):
         place = blob.data_ptr() + expert * size
-        library.optkit_pack_w8(own.data_ptr(), place, n, k, groups, native.threads())
-    padded = F.pad(scale.unflatten(0, (count, n)), (0, 0, 0, -n % int8.PANEL))
-    panels = padded.unflatten(1, (-1, int8.PANEL)).transpose(2, 3)
-    packed_scale = weight_memory.zeros(panels.shape, torch.float32).copy_(panels)
-    return {position: blob, position + 1: packed_scale}
+        library.optkit_pack_w8(own.data_ptr(), place, n, k, native.threads())
+    return {position: blob, position + 1: int8.pack_scales(scale.unflatten(0, (count, n)))}
 
 
 def pack_records(
@@ -88,7 +85,7 @@ def pack_codes(weights: dict[int, Tensor], options: Mapping[str, Any]) -> dict[i
     codes, _, scale, zero, group = wna16.in_order(operands(weights), options)
     if zero is None:
         codes += wna16.MIDDLE - (1 << (options["bits"] - 1))
-    scale = int4.half_if_exact(scale)
+    scale = int8.half_if_exact(scale)
     pairs = codes.unflatten(1, (-1, 2))
     nibbles = pairs[..., 0] | pairs[..., 1] << 4
     blob = pack_records(nibbles, scale, zero, codes.shape[1], wna16.levels(zero), options["num_experts"])
@@ -133,7 +130,7 @@ def expert_w8a8(
         pointer(bias),
     )
     failed = native.library().optkit_expert_w8a8(
-        *given, experts.data_ptr(), out.data_ptr(), *sizes, groups, native.threads()
+        *given, experts.data_ptr(), out.data_ptr(), *sizes, groups, int8.is_half(weight_scale), native.threads()
     )
     return checked(failed, out)
 
@@ -154,7 +151,7 @@ def expert_w8a16(
     out, sizes = prepared(x, experts, n, num_experts)
     given = (x.data_ptr(), x.shape[-1], weight.data_ptr(), weight_scale.data_ptr(), pointer(bias))
     failed = native.library().optkit_expert_w8a16(
-        *given, experts.data_ptr(), out.data_ptr(), *sizes, groups, native.threads()
+        *given, experts.data_ptr(), out.data_ptr(), *sizes, groups, int8.is_half(weight_scale), native.threads()
     )
     return checked(failed, out)
 
@@ -264,7 +261,7 @@ def check_int8(weight: Tensor, scale: Tensor, k: int, bias: Tensor | None, count
         n * count == len(weight) and scale.shape[0] == count, f"the weight is not of {count} experts"
     )
     native.require(k % (int8.STEP * groups) == 0, f"{k} channels are no {groups} groups of whole steps")
-    size = native.library().optkit_w8_bytes(n, k, groups)
+    size = native.library().optkit_w8_bytes(n, k)
     native.require(
         weight.shape[1] == -(-size * count // len(weight)), f"the weight was not packed for {k} channels"
     )
@@ -345,7 +342,7 @@ def emit_expert_w8a8(
     layer = layer_arguments(b, q, weight, experts, num_experts)
     b.call(
         "expert_w8a8", q=q, q_stride=row_stride(q), scale=scale, weight_scale=weight_scale, bias=bias,
-        groups=weight_scale.shape[2], **layer,
+        groups=weight_scale.shape[2], half=int8.is_half(weight_scale), **layer,
     )  # fmt: skip
     return (layer["out"],)
 
@@ -363,7 +360,7 @@ def emit_expert_w8a16(
     layer = layer_arguments(b, x, weight, experts, num_experts)
     b.call(
         "expert_w8a16", x=x, x_stride=row_stride(x), weight_scale=weight_scale, bias=bias,
-        groups=weight_scale.shape[2], **layer,
+        groups=weight_scale.shape[2], half=int8.is_half(weight_scale), **layer,
     )  # fmt: skip
     return (layer["out"],)
 

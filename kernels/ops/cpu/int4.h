@@ -5,6 +5,7 @@
 
 #include "dispatch.h"
 #include "int8.h"
+#include "scales.h"
 
 namespace optkit {
 
@@ -82,34 +83,6 @@ void linear_codes_avx2(const Linear& p, const int32_t* start, const Panel& panel
 void linear_codes_avx_vnni(const Linear& p, const int32_t* start, const Panel& panel, int64_t row, int64_t rows);
 // `p.q` holds all rows in pairs (paired_rows.h), and so does the panel: `row` is 0, and `start` is not read.
 void linear_paired_codes(const Linear& p, const int32_t* start, const Panel& panel, int64_t row, int64_t rows);
-
-// Exactly the number that `half`, an IEEE binary16, stands for. Subnormals go by a subtraction, not by way of float32
-// subnormals, which some processes flush to zero.
-OPTKIT_INLINE float to_float(uint16_t half) {
-    const uint32_t magnitude = static_cast<uint32_t>(half & 0x7fff) << 13, sign = static_cast<uint32_t>(half & 0x8000) << 16;
-    const uint32_t normal = magnitude + (112u << 23), shifted = magnitude + (113u << 23), one = 113u << 23;
-    float value, subnormal, base;
-    std::memcpy(&value, &normal, sizeof value);
-    std::memcpy(&subnormal, &shifted, sizeof subnormal);
-    std::memcpy(&base, &one, sizeof base);
-    value = magnitude < (1u << 23) ? subnormal - base : value;
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    bits |= sign;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-// The 32 scales or minimums of a record, at `from`.
-OPTKIT_INLINE void widen(const uint8_t* from, bool half, float* to) {
-    if (!half) {
-        std::memcpy(to, from, PANEL * sizeof(float));
-        return;
-    }
-    uint16_t values[PANEL];
-    std::memcpy(values, from, sizeof values);
-    for (int64_t c = 0; c < PANEL; ++c) to[c] = to_float(values[c]);
-}
 
 // The 32 minimums of a record, whose scales are `scale`.
 OPTKIT_INLINE void widen_minimums(const uint8_t* record, RecordLayout layout, const float* scale, float* to) {

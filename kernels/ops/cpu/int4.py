@@ -50,13 +50,6 @@ def pack_records(nibbles: Tensor, scale: Tensor, low: Tensor | None, n: int, k: 
     return blob
 
 
-def half_if_exact(value: Tensor) -> Tensor:
-    """``value`` in float16 where the numbers stay the same, else in float32."""
-    value = value.to(torch.float32)
-    half = value.to(torch.float16)
-    return half if torch.equal(half.to(torch.float32), value) else value
-
-
 def linear_w4a8(
     q: Tensor,
     scale: Tensor,

@@ -5,8 +5,8 @@
 // lane. Within a panel memory is read strictly forward, and panels follow each other, so decode streams the weight.
 // N is padded to whole panels and K to whole steps with zeros, which add nothing.
 //
-// Activations are u8 with zero point 128 (vpdpbusd is u8 x s8). `(q - 128) . w = q . w - 128 * sum(w)`: accumulators
-// start at the second term, `offset`, which is computed here.
+// Activations are u8 with zero point 128 (vpdpbusd is u8 x s8). `(q - 128) . w = q . w - 128 * sum(w)`: where a variant
+// multiplies q itself, it computes the second term from the weights, as one more row of activations.
 //
 // Arithmetic, the same in every variant so that all give the same bits: int32 sums are exact in any order; then,
 // group by group in order, `sum = fma(float(accumulator), scale * weight_scale, sum)`, and for weights with minimums
@@ -19,6 +19,7 @@
 #include <cstring>
 
 #include "dispatch.h"
+#include "scales.h"
 
 namespace optkit {
 
@@ -29,13 +30,12 @@ void linear_portable(const Linear& p, const Panel& panel, int64_t row, int64_t r
         const int8_t* w = panel.weight;
         float sum[PANEL] = {};
         for (int64_t g = 0; g < p.groups; ++g) {
-            const int64_t at = g * PANEL;
-            int32_t accumulator[PANEL];
-            std::memcpy(accumulator, panel.offset + at, sizeof accumulator);
+            int32_t accumulator[PANEL] = {};
             for (int64_t s = 0; s < p.group_steps; ++s, q += STEP, w += STEP_BYTES)
                 for (int64_t c = 0; c < PANEL; ++c)
-                    for (int64_t k = 0; k < STEP; ++k) accumulator[c] += q[k] * w[c * STEP + k];
+                    for (int64_t k = 0; k < STEP; ++k) accumulator[c] += (q[k] - 128) * w[c * STEP + k];
             const float scale = p.scale[m * p.groups + g];
+            const int64_t at = g * PANEL;
             for (int64_t c = 0; c < PANEL; ++c)
                 sum[c] = std::fma(static_cast<float>(accumulator[c]), scale * panel.weight_scale[at + c], sum[c]);
             if (!panel.minimum) continue;
@@ -46,6 +46,32 @@ void linear_portable(const Linear& p, const Panel& panel, int64_t row, int64_t r
         for (int64_t c = 0; c < columns; ++c) out[c] = p.bias ? sum[c] + p.bias[panel.first + c] : sum[c];
     }
 }
+
+namespace {
+
+using WidenScales = void (*)(const uint8_t* from, int64_t groups, float* to);
+
+// Scales [groups][PANEL] in float16 as float32.
+OPTKIT_INLINE void widen_groups(const uint8_t* from, int64_t groups, float* to) {
+    for (int64_t g = 0; g < groups; ++g) widen(from + g * scale_bytes(1, true), true, to + g * PANEL);
+}
+
+void widen_portable(const uint8_t* from, int64_t groups, float* to) { widen_groups(from, groups, to); }
+#if OPTKIT_X86
+OPTKIT_AVX2 void widen_avx2(const uint8_t* from, int64_t groups, float* to) {
+    for (int64_t i = 0; i < groups * PANEL; i += 8)
+        _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 2 * i))));
+}
+#endif
+
+WidenScales widen_scales() {
+#if OPTKIT_X86
+    if (base_isa() != Isa::portable) return widen_avx2;
+#endif
+    return widen_portable;
+}
+
+}  // namespace
 
 LinearRows linear_rows() {
 #if OPTKIT_X86
@@ -73,21 +99,38 @@ void linear_panels(const Linear& p, int64_t from, int64_t to, int64_t row, int64
     if (isa() == Isa::neon_i8mm) return linear_panels_i8mm(p, from, to, row, rows);
 #endif
     const LinearRows rows_of_panel = linear_rows();
-    for (int64_t i = from; i < to; ++i) rows_of_panel(p, panel_of(p, i), row, rows);
+    thread_local GrowingMemory scratch;
+    for (int64_t i = from; i < to; ++i) rows_of_panel(p, panel_of(p, i, scratch), row, rows);
 }
 
-Panel panel_of(const Linear& p, int64_t i) {
-    const int64_t group = i * p.groups * PANEL, bytes = p.steps * STEP_BYTES;
+Panel panel_of(const Linear& p, int64_t i, GrowingMemory& memory) {
+    const int64_t bytes = p.steps * STEP_BYTES;
     const int8_t* weight = p.weight + i * bytes;
-    return {i * PANEL, weight, p.offset + group, p.weight_scale + group, nullptr, weight + bytes, STEP_BYTES};
+    const uint8_t* stored = p.weight_scale + i * scale_bytes(p.groups, p.half);
+    const float* scale = reinterpret_cast<const float*>(stored);
+    if (p.half) {
+        auto* widened = memory.at_least<float>(p.groups * PANEL);
+        widen_scales()(stored, p.groups, widened);
+        scale = widened;
+        // Few rows wait for memory: ask for the next panel's scales while this one's weights are read.
+        for (int64_t g = 0; g < p.groups; ++g) __builtin_prefetch(stored + scale_bytes(p.groups + g, true));
+    }
+    return {i * PANEL, weight, nullptr, scale, nullptr, weight + bytes, STEP_BYTES};
 }
 
-Linear packed_linear(const uint8_t* blob, const float* weight_scale, const float* bias, float* out, int64_t n,
-                     int64_t k, int64_t groups) {
+Linear packed_linear(const uint8_t* blob, const uint8_t* weight_scale, bool half, const float* bias, float* out,
+                     int64_t n, int64_t k, int64_t groups) {
     const int64_t steps = divide_up(k, STEP);
     const auto* weight = reinterpret_cast<const int8_t*>(blob);
-    const auto* offset = reinterpret_cast<const int32_t*>(blob + divide_up(n, PANEL) * steps * STEP_BYTES);
-    return {nullptr, 0, nullptr, weight, offset, weight_scale, bias, out, n, steps, groups, steps / groups};
+    return {nullptr, 0, nullptr, weight, weight_scale, half, bias, out, n, steps, groups, steps / groups};
+}
+
+Linear from_panel(const Linear& p, int64_t panel, int64_t n) {
+    Linear part = p;
+    part.weight += panel * p.steps * STEP_BYTES;
+    part.weight_scale += panel * scale_bytes(p.groups, p.half);
+    part.n = n;
+    return part;
 }
 
 void linear_w8a8(const Linear& p, int64_t m, int64_t k, int threads) {
@@ -103,11 +146,10 @@ namespace {
 
 // Row `index` of the packed weight, dequantized.
 void gather_row(const Linear& p, int64_t index, float* out) {
-    const Panel panel = panel_of(p, index / PANEL);
-    const int64_t c = index % PANEL;
-    const int8_t* w = panel.weight + c * STEP;
+    const int64_t panel = index / PANEL, c = index % PANEL;
+    const int8_t* w = p.weight + panel * p.steps * STEP_BYTES + c * STEP;
     for (int64_t g = 0; g < p.groups; ++g) {
-        const float scale = panel.weight_scale[g * PANEL + c];
+        const float scale = scale_at(p.weight_scale, (panel * p.groups + g) * PANEL + c, p.half);
         for (int64_t s = 0; s < p.group_steps; ++s, w += STEP_BYTES, out += STEP)
             for (int64_t k = 0; k < STEP; ++k) out[k] = static_cast<float>(w[k]) * scale;
     }
@@ -125,33 +167,20 @@ void gather_w8_rows(const Linear& p, const int64_t* index, int64_t rows, int64_t
 
 namespace {
 
-// The sum of n numbers.
-OPTKIT_INLINE int32_t sum_of(const int8_t* x, int64_t n) {
-    int32_t sum = 0;
-    for (int64_t i = 0; i < n; ++i) sum += x[i];
-    return sum;
-}
-
 // Output channel `c` of a panel: `row` [k], and zeros to whole steps, in their places among the panel's steps.
-void pack_channel(const int8_t* row, int64_t c, int64_t k, int64_t groups, int8_t* packed, int32_t* offset) {
-    const int64_t whole = k / STEP, group = divide_up(k, STEP) * STEP / groups;
+void pack_channel(const int8_t* row, int64_t c, int64_t k, int8_t* packed) {
+    const int64_t whole = k / STEP;
     int8_t* to = packed + c * STEP;
     for (int64_t s = 0; s < whole; ++s) std::memcpy(to + s * STEP_BYTES, row + s * STEP, STEP);
     for (int64_t i = whole * STEP; i < divide_up(k, STEP) * STEP; ++i)
         to[whole * STEP_BYTES + i % STEP] = i < k ? row[i] : 0;
-    for (int64_t g = 0; g < groups; ++g)
-        offset[g * PANEL + c] = -128 * sum_of(row + g * group, std::min(group, k - g * group));
 }
 
-// One panel of `weight` [n, k] from output channel `first` on: its steps and its offsets. Channels past `n` are zero.
-void pack_panel(const int8_t* weight, int64_t first, int64_t n, int64_t k, int64_t groups, int8_t* packed,
-                int32_t* offset) {
+// The steps of one panel of `weight` [n, k] from output channel `first` on. Channels past `n` are zero.
+void pack_panel(const int8_t* weight, int64_t first, int64_t n, int64_t k, int8_t* packed) {
     const int64_t channels = std::min(PANEL, n - first);
-    if (channels < PANEL) {
-        std::memset(packed, 0, divide_up(k, STEP) * STEP_BYTES);
-        std::memset(offset, 0, groups * PANEL * sizeof *offset);
-    }
-    for (int64_t c = 0; c < channels; ++c) pack_channel(weight + (first + c) * k, c, k, groups, packed, offset);
+    if (channels < PANEL) std::memset(packed, 0, divide_up(k, STEP) * STEP_BYTES);
+    for (int64_t c = 0; c < channels; ++c) pack_channel(weight + (first + c) * k, c, k, packed);
 }
 
 }  // namespace
@@ -159,38 +188,38 @@ void pack_panel(const int8_t* weight, int64_t first, int64_t n, int64_t k, int64
 
 using namespace optkit;
 
-// Bytes of the packed weight: all panels' steps, then all panels' offsets.
-OPTKIT_API int64_t optkit_w8_bytes(int64_t n, int64_t k, int64_t groups) {
-    return divide_up(n, PANEL) * (divide_up(k, STEP) * STEP_BYTES + groups * PANEL * int64_t{4});
+// Bytes of the packed weight, the steps of all panels.
+OPTKIT_API int64_t optkit_w8_bytes(int64_t n, int64_t k) {
+    return divide_up(n, PANEL) * divide_up(k, STEP) * STEP_BYTES;
 }
 
-// Pack `weight` int8 [n, k] into `blob` of optkit_w8_bytes(n, k, groups) bytes.
-OPTKIT_API void optkit_pack_w8(const int8_t* weight, uint8_t* blob, int64_t n, int64_t k, int64_t groups, int threads) {
+// Pack `weight` int8 [n, k] into `blob` of optkit_w8_bytes(n, k) bytes.
+OPTKIT_API void optkit_pack_w8(const int8_t* weight, uint8_t* blob, int64_t n, int64_t k, int threads) {
     const int64_t panels = divide_up(n, PANEL), bytes = divide_up(k, STEP) * STEP_BYTES;
     auto* steps = reinterpret_cast<int8_t*>(blob);
-    auto* offset = reinterpret_cast<int32_t*>(blob + panels * bytes);
     parallel_for(panels, even_chunk(panels, threads), threads, [&](int64_t first, int64_t last) {
-        for (int64_t i = first; i < last; ++i)
-            pack_panel(weight, i * PANEL, n, k, groups, steps + i * bytes, offset + i * groups * PANEL);
+        for (int64_t i = first; i < last; ++i) pack_panel(weight, i * PANEL, n, k, steps + i * bytes);
     });
 }
 
 // reference.linear_w8a8 of q [rows, k] with rows `q_stride` apart, k a multiple of 4 (and of 4 * groups): out [rows, n].
-// `weight` is the blob of optkit_pack_w8, `weight_scale` is [panels][groups][32], `bias` may be null.
+// `scale` is [rows, groups], `weight` the blob of optkit_pack_w8, `weight_scale` [panels][groups][32],
+// float16 with `half`, else float32; `bias` may be null.
 OPTKIT_API void optkit_linear_w8a8(const uint8_t* q, int64_t q_stride, const float* scale, const uint8_t* weight,
-                                   const float* weight_scale, const float* bias, float* out, int64_t rows, int64_t n,
-                                   int64_t k, int64_t groups, int threads) {
-    Linear p = packed_linear(weight, weight_scale, bias, out, n, k, groups);
+                                   const uint8_t* weight_scale, const float* bias, float* out, int64_t rows, int64_t n,
+                                   int64_t k, int64_t groups, int half, int threads) {
+    Linear p = packed_linear(weight, weight_scale, half, bias, out, n, k, groups);
     p.q = q, p.q_stride = q_stride, p.scale = scale;
     linear_w8a8(p, rows, k, threads);
 }
 
 // Rows `index` [rows] of a weight [count, width] packed as for optkit_linear_w8a8, dequantized: out [rows, width]. `width`
 // is a multiple of 4 * groups. Gives 1 where an index is out of range.
-OPTKIT_API int optkit_gather_w8_rows(const uint8_t* weight, const float* weight_scale, const int64_t* index, float* out,
-                                     int64_t rows, int64_t count, int64_t width, int64_t groups, int threads) {
+OPTKIT_API int optkit_gather_w8_rows(const uint8_t* weight, const uint8_t* weight_scale, const int64_t* index, float* out,
+                                     int64_t rows, int64_t count, int64_t width, int64_t groups, int half, int threads) {
     for (int64_t row = 0; row < rows; ++row)
         if (index[row] < 0 || index[row] >= count) return 1;
-    gather_w8_rows(packed_linear(weight, weight_scale, nullptr, out, count, width, groups), index, rows, width, threads);
+    const Linear p = packed_linear(weight, weight_scale, half, nullptr, out, count, width, groups);
+    gather_w8_rows(p, index, rows, width, threads);
     return 0;
 }

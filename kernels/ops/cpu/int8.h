@@ -2,6 +2,7 @@
 #pragma once
 
 #include "panels.h"
+#include "scratch.h"
 
 namespace optkit {
 
@@ -10,9 +11,9 @@ struct Linear {
     int64_t q_stride;       // at least steps * STEP
     const float* scale;     // [M][groups]
     const int8_t* weight;   // [panels][steps][PANEL][STEP]
-    const int32_t* offset;  // [panels][groups][PANEL]: -128 * sum of the group's weights, undoing the zero point
-    const float* weight_scale;  // [panels][groups][PANEL]
-    const float* bias;          // [n] or null
+    const uint8_t* weight_scale;  // [panels][groups][PANEL] float32, float16 with `half`
+    bool half;
+    const float* bias;  // [n] or null
     float* out;                 // [M][n]
     int64_t n;
     int64_t steps;        // of the whole row
@@ -25,15 +26,15 @@ struct Linear {
 struct Panel {
     int64_t first;              // its first output channel
     const int8_t* weight;       // [steps][PANEL][STEP]
-    const int32_t* offset;      // [groups][PANEL]
+    const int32_t* offset;      // [groups][PANEL]: -128 * sum of the group's weights, undoing the zero point; or null
     const float* weight_scale;  // [groups][PANEL]
     const float* minimum;       // [groups][PANEL], what weight 0 stands for; null: it is 0 everywhere
     const void* next;           // memory to fetch meanwhile, `next_step` bytes for each step of this panel
     int64_t next_step;
 };
 
-// Panel `i` of an int8 weight.
-Panel panel_of(const Linear& p, int64_t i);
+// Panel `i` of an int8 weight. Scales in float16 are widened into `memory`.
+Panel panel_of(const Linear& p, int64_t i, GrowingMemory& memory);
 
 // out[row .. row + rows) of one panel. Each row's result depends on nothing but that row.
 using LinearRows = void (*)(const Linear&, const Panel&, int64_t row, int64_t rows);
@@ -54,8 +55,14 @@ void linear_panels_avx2(const Linear& p, int64_t from, int64_t to, int64_t row, 
 void linear_panels_i8mm(const Linear& p, int64_t from, int64_t to, int64_t row, int64_t rows);
 
 // The layer whose packed weight [n, k] is `blob`: all of `Linear` but q, q_stride and scale.
-Linear packed_linear(const uint8_t* blob, const float* weight_scale, const float* bias, float* out, int64_t n,
-                     int64_t k, int64_t groups);
+Linear packed_linear(const uint8_t* blob, const uint8_t* weight_scale, bool half, const float* bias, float* out,
+                     int64_t n, int64_t k, int64_t groups);
+
+// Bytes of a panel's scales.
+inline int64_t scale_bytes(int64_t groups, bool half) { return groups * PANEL * (half ? 2 : 4); }
+
+// The layer of the panels from `panel` on alone, with `n` output channels, which are counted from 0. `out` and `bias` stay.
+Linear from_panel(const Linear& p, int64_t panel, int64_t n);
 
 // Rows `index` [rows] of the packed weight: code * scale of `width` channels each, out [rows][width].
 void gather_w8_rows(const Linear& p, const int64_t* index, int64_t rows, int64_t width, int threads);

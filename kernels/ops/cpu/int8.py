@@ -26,19 +26,38 @@ WHOLE_GROUPS = "groups of whole 4 channels"
 def pack(weights: dict[int, Tensor], options: Mapping[str, Any] | None = None) -> dict[int, Tensor]:
     """The weight [N, K] int8 and its scales [N, G], the argument after the weight, in the native layout.
 
-    The weight becomes a uint8 blob of shape [N, bytes / N], of which only N has a meaning; the scales become float32
-    [panels, G, 32], padded with zeros.
+    The weight becomes a uint8 blob of shape [N, bytes / N], of which only N has a meaning; see ``pack_scales`` for the
+    scales.
     """
     position = min(weights)
-    weight, scale = weights[position].contiguous(), weights[position + 1].to(torch.float32)
-    (n, k), groups = weight.shape, scale.shape[1]
+    weight = weights[position].contiguous()
+    n, k = weight.shape
     library = native.library()
-    size = library.optkit_w8_bytes(n, k, groups)
-    blob = weight_memory.zeros((n, -(-size // n)), torch.uint8)
-    library.optkit_pack_w8(weight.data_ptr(), blob.data_ptr(), n, k, groups, native.threads())
-    padded = F.pad(scale, (0, 0, 0, -n % PANEL)).unflatten(0, (-1, PANEL)).transpose(1, 2)
-    packed_scale = weight_memory.zeros(padded.shape, torch.float32).copy_(padded)
-    return {position: blob, position + 1: packed_scale}
+    blob = weight_memory.zeros((n, -(-library.optkit_w8_bytes(n, k) // n)), torch.uint8)
+    library.optkit_pack_w8(weight.data_ptr(), blob.data_ptr(), n, k, native.threads())
+    return {position: blob, position + 1: pack_scales(weights[position + 1])}
+
+
+def pack_scales(scale: Tensor) -> Tensor:
+    """Scales [..., N, G] as bytes [..., panels, G, 64 or 128]: 32 numbers a group, float16 where exact, else float32.
+
+    Output channels are padded with zeros to whole panels.
+    """
+    padded = F.pad(half_if_exact(scale), (0, 0, 0, -scale.shape[-2] % PANEL))
+    panels = padded.unflatten(-2, (-1, PANEL)).transpose(-2, -1)
+    return weight_memory.zeros(panels.shape, panels.dtype).copy_(panels).view(torch.uint8)
+
+
+def is_half(packed_scale: Tensor) -> bool:
+    """True for scales that ``pack_scales`` has packed as float16."""
+    return packed_scale.shape[-1] == PANEL * torch.float16.itemsize
+
+
+def half_if_exact(value: Tensor) -> Tensor:
+    """``value`` in float16 where the numbers stay the same, else in float32."""
+    value = value.to(torch.float32)
+    half = value.to(torch.float16)
+    return half if torch.equal(half.to(torch.float32), value) else value
 
 
 def linear_w8a8(
@@ -53,8 +72,8 @@ def linear_w8a8(
         q = q.contiguous()
     if not scale.is_contiguous():
         scale = scale.contiguous()
-    groups = weight_scale.shape[1]
     native.require(q.dtype is torch.uint8 and scale.dtype is torch.float32, "q must be uint8, scale float32")
+    groups = weight_scale.shape[1]
     native.require(scale.shape == (m, groups), f"scale must be [{m}, {groups}]")
     check_packed(weight, weight_scale, k, bias)
     out = torch.empty((m, n))
@@ -69,7 +88,8 @@ def linear_w8a8(
         m,
         n,
         k,
-        weight_scale.shape[1],
+        groups,
+        is_half(weight_scale),
         native.threads(),
     )
     return out
@@ -105,6 +125,7 @@ def weight_only(
         weight.shape[0],
         k,
         weight_scale.shape[1],
+        is_half(weight_scale),
         native.threads(),
     )
     return out
@@ -116,9 +137,10 @@ def check_packed(weight: Tensor, weight_scale: Tensor, k: int, bias: Tensor | No
     Raises:
         ValueError: the weight has other sizes.
     """
-    n, groups = weight.shape[0], weight_scale.shape[1]
-    needed = native.library().optkit_w8_bytes(n, k, groups)
+    n = weight.shape[0]
+    needed = native.library().optkit_w8_bytes(n, k)
     native.require(weight.shape[1] == -(-needed // n), f"the weight was not packed for {k} channels")
+    native.require(len(weight_scale) == -(-n // PANEL), f"the scales were not packed for {n} output channels")
     native.require_vector(bias, n, torch.float32, "bias")
 
 
@@ -140,6 +162,7 @@ def embedding_w8(ids: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
         len(weight),
         width,
         weight_scale.shape[1],
+        is_half(weight_scale),
         native.threads(),
     )
     if failed:
@@ -149,8 +172,7 @@ def embedding_w8(ids: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
 
 def packed_channels(weight: Tensor, weight_scale: Tensor) -> int:
     """The input channels, a multiple of ``STEP``, of a weight packed by ``pack``."""
-    panels, groups, _ = weight_scale.shape
-    return len(weight) * weight.shape[1] // (panels * PANEL) - 4 * groups
+    return len(weight) * weight.shape[1] // (len(weight_scale) * PANEL)
 
 
 def quantize_per_token(x: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
@@ -196,6 +218,7 @@ def layer_arguments(
         raise NotImplementedError(f"{x.width} input channels are no whole steps")
     n = weight.shape[0]
     sizes = {"rows": Size(x.rows), "n": n, "k": x.width, "groups": weight_scale.shape[1]}
+    sizes["half"] = is_half(weight_scale)
     return {
         **sizes,
         "weight": weight,
@@ -233,7 +256,7 @@ def emit_embedding_w8(b: Builder, ids: View, weight: Tensor, weight_scale: Tenso
     b.call(
         "gather_w8_rows", by_rows=True,
         weight=weight, weight_scale=weight_scale, index=ids, out=out, rows=Size(ids.rows),
-        count=len(weight), width=width, groups=weight_scale.shape[1],
+        count=len(weight), width=width, groups=weight_scale.shape[1], half=is_half(weight_scale),
     )  # fmt: skip
     return (out,)
 

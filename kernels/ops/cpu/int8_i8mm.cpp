@@ -184,11 +184,14 @@ void linear_i8mm(const Linear& p, const Panel& panel, int64_t row, int64_t rows)
 
 void linear_panels_i8mm(const Linear& p, int64_t from, int64_t to, int64_t row, int64_t rows) {
     const PairedRows x = rows <= DOT_ROWS ? PairedRows{} : paired(p, row, rows);
-    for (int64_t i = from; i < to; ++i)
+    thread_local GrowingMemory scratch;
+    for (int64_t i = from; i < to; ++i) {
+        const Panel panel = panel_of(p, i, scratch);
         if (rows <= DOT_ROWS)
-            linear_neon(p, panel_of(p, i), row, rows);
+            linear_neon(p, panel, row, rows);
         else
-            rows_of_panel(p, panel_of(p, i), x, row, rows);
+            rows_of_panel(p, panel, x, row, rows);
+    }
 }
 
 }  // namespace optkit

@@ -14,8 +14,8 @@ FUNCTION(int, isa, void)
 FUNCTION(const char*, isa_name, int number)
 FUNCTION(int, isa_measured, int number)
 FUNCTION(int, set_isa, int wanted)
-FUNCTION(int64_t, w8_bytes, int64_t n, int64_t k, int64_t groups)
-FUNCTION(void, pack_w8, const int8_t* weight, uint8_t* blob, int64_t n, int64_t k, int64_t groups, int threads)
+FUNCTION(int64_t, w8_bytes, int64_t n, int64_t k)
+FUNCTION(void, pack_w8, const int8_t* weight, uint8_t* blob, int64_t n, int64_t k, int threads)
 FUNCTION(int64_t, w4_bytes, int64_t n, int64_t k, int64_t groups, int half, int levels)
 FUNCTION(void, pack_w4, const uint8_t* codes, const void* scale, const void* low, uint8_t* blob, int64_t n, int64_t k,
          int64_t groups, int half, int levels, int threads)
@@ -38,8 +38,8 @@ FUNCTION(void, pack_w8_pieces, const int8_t* weight, uint8_t* blob, int64_t n, i
 
 KERNEL(int, gather_rows, const float* table, const int64_t* index, float* out, int64_t rows, int64_t count,
        int64_t width)
-KERNEL(int, gather_w8_rows, const uint8_t* weight, const float* weight_scale, const int64_t* index, float* out,
-       int64_t rows, int64_t count, int64_t width, int64_t groups)
+KERNEL(int, gather_w8_rows, const uint8_t* weight, const uint8_t* weight_scale, const int64_t* index, float* out,
+       int64_t rows, int64_t count, int64_t width, int64_t groups, int half)
 KERNEL(void, rms_norm, const float* x, const float* residual, const float* weight, float* out, float* total,
        int64_t rows, int64_t width, int64_t x_stride, int64_t residual_stride, int64_t parts, float eps, float offset,
        uint8_t* q, float* scale, int64_t group)
@@ -59,23 +59,25 @@ KERNEL(void, softplus, const float* x, const float* bias, float* out, int64_t ro
 KERNEL(void, quantize_per_token, const float* x, int64_t x_stride, uint8_t* q, float* scale, int64_t rows,
        int64_t columns, int64_t group)
 KERNEL(void, linear_w8a8, const uint8_t* q, int64_t q_stride, const float* scale, const uint8_t* weight,
-       const float* weight_scale, const float* bias, float* out, int64_t rows, int64_t n, int64_t k, int64_t groups)
+       const uint8_t* weight_scale, const float* bias, float* out, int64_t rows, int64_t n, int64_t k, int64_t groups,
+       int half)
 KERNEL(void, linear_w4a8, const uint8_t* q, int64_t q_stride, const float* scale, const uint8_t* weight,
        const float* bias, float* out, int64_t rows, int64_t n, int64_t k, int64_t groups, int64_t scale_groups,
        int half, int levels)
 KERNEL(void, linear_w8a16, const float* x, int64_t x_stride, const int32_t* order, const uint8_t* weight,
-       const float* weight_scale, const float* bias, float* out, int64_t rows, int64_t n, int64_t k, int64_t groups)
+       const uint8_t* weight_scale, const float* bias, float* out, int64_t rows, int64_t n, int64_t k, int64_t groups,
+       int half)
 KERNEL(void, linear_w4a16, const float* x, int64_t x_stride, const int32_t* order, const uint8_t* weight,
        const float* bias, float* out, int64_t rows, int64_t n, int64_t k, int64_t groups, int half, int levels)
 KERNEL(int, expert_w8a8, const uint8_t* q, int64_t q_stride, const float* scale, const uint8_t* weight,
-       const float* weight_scale, const float* bias, const int64_t* experts, float* out, int64_t tokens, int64_t each,
-       int64_t rows_each, int64_t num_experts, int64_t n, int64_t k, int64_t groups)
+       const uint8_t* weight_scale, const float* bias, const int64_t* experts, float* out, int64_t tokens, int64_t each,
+       int64_t rows_each, int64_t num_experts, int64_t n, int64_t k, int64_t groups, int half)
 KERNEL(int, expert_w4a8, const uint8_t* q, int64_t q_stride, const float* scale, const uint8_t* weight,
        const float* bias, const int64_t* experts, float* out, int64_t tokens, int64_t each, int64_t rows_each,
        int64_t num_experts, int64_t n, int64_t k, int64_t groups, int64_t scale_groups, int half, int levels)
-KERNEL(int, expert_w8a16, const float* x, int64_t x_stride, const uint8_t* weight, const float* weight_scale,
+KERNEL(int, expert_w8a16, const float* x, int64_t x_stride, const uint8_t* weight, const uint8_t* weight_scale,
        const float* bias, const int64_t* experts, float* out, int64_t tokens, int64_t each, int64_t rows_each,
-       int64_t num_experts, int64_t n, int64_t k, int64_t groups)
+       int64_t num_experts, int64_t n, int64_t k, int64_t groups, int half)
 KERNEL(int, expert_w4a16, const float* x, int64_t x_stride, const uint8_t* weight, const float* bias,
        const int64_t* experts, float* out, int64_t tokens, int64_t each, int64_t rows_each, int64_t num_experts,
        int64_t n, int64_t k, int64_t groups, int half, int levels)

@@ -4,10 +4,15 @@
 
 #include "dispatch.h"
 #include "int8.h"
+#include "scratch.h"
 
 #if OPTKIT_X86
 
 namespace optkit {
+
+// `panel` with the offsets of its groups, computed into `memory` unless it has them.
+Panel with_offsets(const Linear& p, Panel panel, GrowingMemory& memory);
+
 namespace {
 
 // Not __m512i, which is 64-bit lanes to gcc: it would copy every accumulator in every step.

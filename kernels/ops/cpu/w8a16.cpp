@@ -15,12 +15,8 @@ constexpr int64_t ROWS = 64, PANELS = 8;  // of a task
 
 // The layer of the panels [from, to) alone: their output channels are counted from 0 and lie in `out`, without bias.
 Linear part_of(const Linear& p, int64_t from, int64_t to, float* out) {
-    Linear part = p;
-    part.weight += from * p.steps * STEP_BYTES;
-    part.offset += from * p.groups * PANEL;
-    part.weight_scale += from * p.groups * PANEL;
+    Linear part = from_panel(p, from, std::min(to * PANEL, p.n) - from * PANEL);
     part.bias = nullptr, part.out = out;
-    part.n = std::min(to * PANEL, p.n) - from * PANEL;
     return part;
 }
 
@@ -75,8 +71,8 @@ using namespace optkit;
 // reference.linear_w8a16 of x [rows, k] with rows `x_stride` apart, its columns in `order` [k] unless that is null: out
 // [rows, n]. Weights as for optkit_linear_w8a8.
 OPTKIT_API void optkit_linear_w8a16(const float* x, int64_t x_stride, const int32_t* order, const uint8_t* weight,
-                                    const float* weight_scale, const float* bias, float* out, int64_t rows, int64_t n,
-                                    int64_t k, int64_t groups, int threads) {
-    const Linear layer = packed_linear(weight, weight_scale, bias, out, n, k, groups);
+                                    const uint8_t* weight_scale, const float* bias, float* out, int64_t rows, int64_t n,
+                                    int64_t k, int64_t groups, int half, int threads) {
+    const Linear layer = packed_linear(weight, weight_scale, half, bias, out, n, k, groups);
     if (rows > 0 && n > 0) run({x, x_stride, order, layer}, rows, k, threads);
 }

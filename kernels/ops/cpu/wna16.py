@@ -89,7 +89,7 @@ def pack_w4(weights: dict[int, Tensor], options: Mapping[str, Any]) -> dict[int,
     if zero is None:
         codes += MIDDLE - (1 << (bits - 1))
     (n, k), groups = codes.shape, scale.shape[1]
-    scale = int4.half_if_exact(scale)
+    scale = int8.half_if_exact(scale)
     pairs = codes.unflatten(1, (-1, 2))
     nibbles = (pairs[..., 0] | pairs[..., 1] << 4).contiguous()
     blob = int4.pack_records(nibbles, scale, zero, n, k, levels(zero))
