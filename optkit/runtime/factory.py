@@ -259,6 +259,7 @@ def scheduler_config(
             num_checkpoints=checkpoints,
             variant_limits=model.variant_limits,
             kv_windows=layout.windows,
+            keeps_all=model.keeps_all if isinstance(model, Executable) else "",
         )
     except ValueError as error:
         raise UserError(str(error), where="options of the runtime", fix="optkit serve --help") from error

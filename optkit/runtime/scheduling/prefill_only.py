@@ -99,4 +99,4 @@ class Background:
     def _need(self, request: Request) -> int:
         """The most blocks of ``request``."""
         tokens = request.sampling.max_tokens + request.is_prefill_only
-        return self.config.blocks_needed(request.num_prompt, tokens)
+        return self.config.blocks_needed(request.num_prompt, tokens, request.received.rolling)

@@ -166,7 +166,8 @@ class Scheduler:
         background = received.prefill is not None
         self.check_servable(received)
         token_ids = [*received.prompt_ids, *[ANYTHING] * background]
-        request = Request(received, token_ids, matcher=matcher, positions=positions)
+        rule = self.config.rule(received.rolling, received.num_prompt)
+        request = Request(received, token_ids, matcher=matcher, positions=positions, rule=rule)
         if reason := self.background.refusal(request):
             raise EngineRefusal(reason)
         request.times = times or PrefillTimes(queued=self.clock())
@@ -191,9 +192,9 @@ class Scheduler:
     def _refusal(self, received: EngineRequest) -> str | None:
         """The reason why a request can never be served, or None."""
         most = received.sampling.max_tokens + (received.prefill is not None)
-        if reason := self.config.refusal(received.num_prompt, most):
+        if reason := self.config.refusal(received.num_prompt, most, received.rolling):
             return reason
-        end = self.config.final_length(received.num_prompt, most)
+        end = self.config.final_length(received.num_prompt, most, received.rolling)
         if not received.num_prompt <= len(received.prompt_ids) < end:
             return f"after {received.continued} tokens an answer of {most} tokens has no token left"
         return None
@@ -210,7 +211,7 @@ class Scheduler:
         self.kv.pins.expire(self.step_start)
         self.kv.leases.expire(self.step_start)
         ready = self._ready()
-        decodes = [ScheduledRequest(request, 1) for request in ready]
+        decodes = [ScheduledRequest(request, 1, sinks=request.sinks) for request in ready]
         prefills = self._prefills(decodes)
         left = self.config.max_num_batched_tokens - Batch((*decodes, *prefills)).num_tokens
         items = (*self._with_drafts(ready, left), *prefills)
@@ -230,6 +231,7 @@ class Scheduler:
             if not self._is_here(item.request):
                 continue  # aborted meanwhile
             self._count_chunk(item, now)
+            item.request.stale_sinks &= not item.sinks
             outputs += self._guarded(item.request, self._record, item, result) or []
         return outputs + self.take_lost()
 
@@ -302,8 +304,8 @@ class Scheduler:
         for queue in (self.running, self.waiting):
             assert queue == sorted(queue, key=_rank)
         for request in everyone:
-            assert 0 <= request.num_computed < len(request.token_ids) <= self.config.max_model_len
-            need = self.kv.blocks.blocks_for(request.num_computed)
+            assert 0 <= request.num_computed < len(request.token_ids) <= self._final_length(request)
+            need = self.kv.blocks.blocks_for(request.num_held)
             assert all(len(table) >= need for table in request.block_tables)
         assert all(request.block_tables for request in self.running)
         assert not any(request.block_tables for request in self.waiting)
@@ -352,7 +354,8 @@ class Scheduler:
         for request, draft in zip(ready, self._drafts(ready, left), strict=True):
             fits = bool(draft) and self._guarded(request, self._allocate, request, len(draft))
             draft = draft if fits else ()
-            items += [ScheduledRequest(request, 1 + len(draft), draft)] if self._is_here(request) else []
+            item = ScheduledRequest(request, 1 + len(draft), draft, sinks=request.sinks)
+            items += [item] if self._is_here(request) else []
         return items
 
     def _drafts(self, requests: list[Request], left: int) -> list[tuple[int, ...]]:
@@ -368,12 +371,19 @@ class Scheduler:
         sampling = request.sampling
         if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
             return 0  # logprobs are reported a token a step
-        return self._final_length(request) - len(request.token_ids) - 1
+        return min(self._final_length(request) - len(request.token_ids), request.until_change) - 1
+
+    def _roll(self, request: Request) -> bool:
+        """Forget what the next token of ``request`` does not see; False where the request must wait for that."""
+        self.kv.roll(request)
+        return True
 
     def _make_room(self, request: Request) -> bool:
         """Allocate a KV slot for each token of ``request``, preempting requests after it; False if none is left to
         preempt.
         """
+        if not self._roll(request):
+            return False
         while not self._allocate(request):
             last = self.running[-1]
             self.preempt(last)
@@ -408,9 +418,11 @@ class Scheduler:
             if not request.num_pending:  # nothing to compute and nothing to answer
                 self._guarded(request, self._end_prefill, request)
                 continue
-            num_new = min(request.num_pending, limit)
+            if not self._guarded(request, self._roll, request):
+                continue
+            num_new = min(request.num_pending, limit, request.until_change)
             if not items:
-                num_new = min(num_new, self.policy.chunk_limit(busy, request.num_computed))
+                num_new = min(num_new, self.policy.chunk_limit(busy, request.num_held))
             if request.is_prefill_only:
                 num_new = self.background.chunk(request, num_new)
             num_new = self.kv.states.cut(request, num_new)
@@ -418,7 +430,7 @@ class Scheduler:
                 break
             if not self._guarded(request, self._cover, request, num_new, decodes):
                 continue
-            items.append(ScheduledRequest(request, num_new))
+            items.append(ScheduledRequest(request, num_new, sinks=request.sinks))
             ran_background = ran_background or request.is_background
             left, target = left - num_new, target - num_new
         self.background.stepped(decodes=bool(decodes), ran=ran_background)
@@ -474,7 +486,8 @@ class Scheduler:
 
     def _final_length(self, request: Request) -> int:
         """The most tokens of ``request``, prompt and answer."""
-        return self.config.final_length(request.num_prompt, request.sampling.max_tokens)
+        received = request.received
+        return self.config.final_length(request.num_prompt, request.sampling.max_tokens, received.rolling)
 
     def _guarded(self, request: Request, work: Callable[..., T], *args: Any) -> T | None:
         """The result of ``work(*args)``; on an exception, ``request`` ends with an error and the rest go on."""
@@ -553,9 +566,10 @@ class Scheduler:
             self.kv.publish(request)  # the next turn of a conversation begins with this answer
         del self._requests[request.request_id]
         (self.running if request in self.running else self.waiting).remove(request)
+        output = self._output(request, token_ids, reason, error, stop_token)
         self.kv.release(request)
         self.drafts.finished(request)
-        return self._output(request, token_ids, reason, error, stop_token)
+        return output
 
     def _output(
         self,
@@ -577,6 +591,7 @@ class Scheduler:
             first=first,
             stop_token=stop_token,
             num_preemptions=request.num_preemptions,
+            num_forgotten=request.num_forgotten if request.rule else None,
         )
 
     def _refuse_late(self, request: Request, work: int) -> None:
