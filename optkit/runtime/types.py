@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from optkit.runtime.kv.prefix_cache import Node
+    from optkit.runtime.sampling.counts import TokenCounts
     from optkit.runtime.specprefill.positions import Positions
 
 
@@ -377,6 +378,7 @@ class Request:
         sink_blocks: the block for the sinks while the block table begins with another.
         stale_sinks: the KV of the sinks is to be computed with the next tokens.
         position_shift: the position of the first token.
+        counts: of the tokens of a long answer with penalties.
     """
 
     received: EngineRequest
@@ -406,6 +408,7 @@ class Request:
     sink_blocks: list[int] = field(default_factory=list)
     stale_sinks: bool = False
     position_shift: int = 0
+    counts: TokenCounts | None = None
 
     @property
     def reads_prefix_cache(self) -> bool:

@@ -162,7 +162,7 @@ class GraphRunner(ModelRunner):
         """Logits [sum of num_logits, vocab_size] float32 on the device."""
         if any(
             item.sinks for item in batch.items
-        ):  # apart, since buckets and buffers have room for ``batch`` alone
+        ):  # apart: buckets and buffers have room for ``batch`` alone
             self._run(Batch(tuple(sinks_of(item) for item in batch.items if item.sinks)), ())
             batch = Batch(tuple(replace(item, sinks=()) for item in batch.items))
         logits, count = self._run(batch, ())

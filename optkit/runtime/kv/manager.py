@@ -138,6 +138,10 @@ class KVManager:
         rule = request.rule
         return rule is not None and rule.forgotten(request.num_computed) > request.num_forgotten
 
+    def num_sinks(self, request: Request) -> int:
+        """The sinks to compute in the next step of ``request``."""
+        return request.rule.sinks if request.rule and (request.stale_sinks or self.rolls(request)) else 0
+
     def roll(self, request: Request) -> None:
         """Forget the tokens of ``request`` that the next token does not see, before the next step.
 

@@ -103,6 +103,9 @@ class SchedulerConfig(SchedulingOptions, frozen=True, kw_only=True, forbid_unkno
             return f"rolling_window must be at least 1, got {chosen.window}"
         if not 0 <= chosen.sinks <= self.block_size:
             return f"sink_tokens must be 0 to {self.block_size}, a block of tokens, got {chosen.sinks}"
+        if chosen.sinks >= self.max_num_batched_tokens:
+            most = self.max_num_batched_tokens - 1
+            return f"sink_tokens must be at most {most}, as a step has room for, got {chosen.sinks}"
         most = self.max_model_len - self.block_size
         if chosen.window + chosen.sinks > most:
             return (
@@ -121,10 +124,8 @@ class SchedulerConfig(SchedulingOptions, frozen=True, kw_only=True, forbid_unkno
 
     def blocks_needed(self, num_prompt: int, max_tokens: int, chosen: RollingWindow | None = None) -> int:
         """The most blocks that a request holds at once."""
-        need, sinks = (
-            self.final_length(num_prompt, max_tokens, chosen) - 1,
-            0,
-        )  # the last token is never computed
+        need = self.final_length(num_prompt, max_tokens, chosen) - 1  # the last token is never computed
+        sinks = 0
         if rule := self.rule(chosen, num_prompt):
             need, sinks = min(need, rule.num_exact), min(rule.sinks, 1)
         return most_blocks(self.kv_windows, need, self.tokens_in_flight, self.block_size) + sinks

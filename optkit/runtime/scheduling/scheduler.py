@@ -336,11 +336,13 @@ class Scheduler:
     def _ready(self) -> list[Request]:
         """The running requests with a single token to compute, with a KV slot for the token."""
         ready = []
-        index = 0
+        index, left = 0, self.config.max_num_batched_tokens
         while index < len(self.running):  # preemption shortens the list from behind
             request = self.running[index]
-            if self._is_due(request) and self._guarded(request, self._make_room, request):
+            fits = self._is_due(request) and 1 + self.kv.num_sinks(request) <= left
+            if fits and self._guarded(request, self._make_room, request):
                 ready.append(request)
+                left -= 1 + len(request.sinks)
             index += request in self.running[index : index + 1]
         return ready
 
@@ -420,6 +422,7 @@ class Scheduler:
                 continue
             if not self._guarded(request, self._roll, request):
                 continue
+            limit -= len(request.sinks)
             num_new = min(request.num_pending, limit, request.until_change)
             if not items:
                 num_new = min(num_new, self.policy.chunk_limit(busy, request.num_held))
@@ -432,7 +435,8 @@ class Scheduler:
                 continue
             items.append(ScheduledRequest(request, num_new, sinks=request.sinks))
             ran_background = ran_background or request.is_background
-            left, target = left - num_new, target - num_new
+            size = num_new + len(request.sinks)
+            left, target = left - size, target - size
         self.background.stepped(decodes=bool(decodes), ran=ran_background)
         return items
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from optkit.artifact.open import Artifact
+from optkit.errors import UserError
 from optkit.graph.ir import Graph
 from optkit.runtime.specprefill.graph import ScoredLayer, default_layers, num_attention_layers, scoring_graph
 from optkit.runtime.specprefill.queue import ScoringQueue, SpecPrefillOptions
@@ -26,6 +27,12 @@ def scoring_queue(
     Raises:
         UserError: ``options`` ask for SpecPrefill, and the model or the engine can't leave tokens out.
     """
+    if options.specprefill and options.rolling_window:
+        raise UserError(
+            "a rolling window reads prompts whole, so SpecPrefill would do nothing",
+            where="--specprefill, --rolling-window",
+            fix="give one of the two; a request may choose either by its fields",
+        )
     make: Callable[[], PromptScorer] | None = None
     if shared is not None:
         make = partial(make_scorer, artifact, shared, options.specprefill_layers, config)

@@ -134,12 +134,16 @@ def usage(
         body["prompt_tokens_details"] = {"cached_tokens": cached} | specprefill_details(firsts, n)
     if num_reasoning is not None:
         body["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
-    known = [count for count in forgotten if count is not None]
-    if known:
-        body["forgotten_tokens"] = sum(known)
+    body |= forgotten_details(forgotten)
     if ttft_details:
         body["ttft_details"] = firsts
     return body
+
+
+def forgotten_details(forgotten: Sequence[int | None]) -> dict[str, int]:
+    """The tokens that the last tokens of choices with a rolling window did not see; empty without a window."""
+    known = [count for count in forgotten if count is not None]
+    return {"forgotten_tokens": sum(known)} if known else {}
 
 
 def specprefill_details(firsts: Sequence[FirstToken | None], n: int = 1) -> dict[str, int]:

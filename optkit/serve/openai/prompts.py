@@ -99,6 +99,9 @@ class PromptReader:
         reason = "there are no rolling windows here" if limits is None else limits.rolling_refusal(chosen)
         if reason:
             raise ApiError(reason, param="rolling_window", code="invalid_value")
+        if request.specprefill:
+            reason = "a rolling window reads prompts whole: 'specprefill' needs 'rolling_window' to be 0"
+            raise ApiError(reason, param="specprefill", code="invalid_value")
         return chosen
 
     def longest(self, request: GenerationRequest) -> int:
@@ -145,9 +148,7 @@ class PromptReader:
             raise ApiError("the prompt is empty", param=param, code="empty_prompt")
         longest = self.longest(request)
         if len(text) > longest and request.truncate_prompt_tokens is None:
-            self._refuse_hopeless(
-                text, param, longest
-            )  # a shorter text has too few characters to be too long
+            self._refuse_hopeless(text, param, longest)  # a shorter text has too few characters
         ids = await self.token_ids(text, special)
         if not ids:
             raise ApiError("the prompt is empty", param=param, code="empty_prompt")
@@ -194,15 +195,21 @@ class PromptReader:
         """The prompt after ``truncate_prompt_tokens``; the text may be "" for a prompt without echo."""
         keep = request.truncate_prompt_tokens
         if keep is not None:
-            keep = self.max_model_len - max(request.requested_max_tokens or 1, 1) if keep == -1 else keep
-            if not 1 <= keep <= self.max_model_len:
-                message = f"at least one token and at most {self.max_model_len} must remain of the prompt"
+            longest = self.longest(request)
+            keep = self._fitting(request, longest) if keep == -1 else keep
+            if not 1 <= keep <= longest:
+                message = f"at least one token and at most {longest} must remain of the prompt"
                 raise ApiError(message, param="truncate_prompt_tokens", code="invalid_value")
             if len(ids) > keep:
                 text, ids = None, ids[:keep] if request.truncation_side == "right" else ids[-keep:]
         if text is None and request.echoes:
             text = self.tokenizer.decode(ids)
         return Prompt(tuple(ids), text or "")
+
+    def _fitting(self, request: GenerationRequest, longest: int) -> int:
+        """The most prompt tokens that fit the context, with the answer where the answer ends with the context."""
+        answer = max(request.requested_max_tokens or 1, 1)
+        return self.max_model_len - (answer if longest == self.max_model_len else 1)
 
     def check_ids(self, param: str, ids: Sequence[int]) -> None:
         """Refuse the first of ``ids`` outside the vocabulary; ``param`` is the field with the ids."""
