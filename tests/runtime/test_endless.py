@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
+from optkit.kernels.cpu import native
 from optkit.lowering.lower import Executable, lower
 from optkit.runtime.engine import Engine
+from optkit.runtime.kv.offload import MemoryBlocks
 from optkit.runtime.kv.rolling import Rolling, RollingWindow
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.scheduling.scheduler import Proposer, SchedulerConfig
@@ -27,6 +30,7 @@ from tests.support.target import TARGET
 BLOCK, CONTEXT = 4, 40
 WINDOW = RollingWindow(window=10, sinks=2)
 NEW_TOKENS = 60
+SPARSE = {"cover": 0.7, "min_tokens": 64, "measure_tokens": 0}
 
 
 class Disturbed(Poisoned):
@@ -166,6 +170,71 @@ def test_tokens_are_the_same_alone_and_in_company(passes: tuple[str, ...]) -> No
     guessing = engine(model, proposer=HalfRight(right))
     assert served(guessing, prompts, params)[0] == alone
     assert sum(guessing.stats().spec_decode_accepted_per_pos) > 50
+
+
+@pytest.mark.parametrize("budget", [5, 6, 9])
+def test_sinks_fit_the_budget_of_a_step(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests whose windows would move together move one after the other, and no token changes."""
+    model, prompt = lower(captured("llama")), prompts_of(128)[0]
+    window, params = RollingWindow(6, 4), [SamplingParams(max_tokens=40, temperature=0.0)] * 5
+    prompts = [[*prompt, number] for number in range(5)]
+    wanted = [served(engine(model), [each], params[:1], window)[0][0] for each in prompts]
+    made = engine(model, max_num_batched_tokens=budget)
+    sizes, execute = list[int](), made.runner.execute
+    monkeypatch.setattr(
+        made.runner, "execute", lambda batch: (sizes.append(batch.num_tokens), execute(batch))[1]
+    )
+    assert served(made, prompts, params, window)[0] == wanted
+    assert max(sizes) == budget
+
+
+def test_a_step_without_room_for_the_sinks_is_refused_at_the_start() -> None:
+    with pytest.raises(ValueError, match="sink_tokens must be at most 3"):
+        engine(
+            lower(captured("llama")),
+            max_num_batched_tokens=4,
+            max_num_seqs=2,
+            rolling_window=6,
+            sink_tokens=4,
+        )
+
+
+def test_offloaded_blocks_of_a_forgotten_prompt_come_back() -> None:
+    """The store takes what the small pool evicts, and a prompt that others have pushed out is loaded again."""
+    model, prompts = lower(captured("llama")), prompts_of(128)
+    fresh = engine(model)
+    runner = ModelRunner(model, 16, BLOCK)
+    config = msgspec.structs.replace(fresh.config, num_blocks=16, num_host_blocks=40)
+    made = Engine(runner, config, MemoryBlocks(40, fresh.block_bytes))
+    made.scheduler.kv.worth_saving = lambda: True
+    for _ in range(2):
+        assert served(made, prompts, SEEDED)[0] == served(fresh, prompts, SEEDED)[0]
+    assert made.stats().offload_loads > 0
+
+
+@pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
+def test_sparse_prefill_reads_the_prompt_and_the_window_moves_on() -> None:
+    """Blocks of 64 queries choose keys in a prompt within the context; steps behind it have fewer tokens."""
+    graph = captured("llama", max_position_embeddings=1024)
+    for name, options in (("flash_attention", {}), ("kv_int8", {}), ("sparse_prefill", SPARSE)):
+        apply(graph, name, **options)
+    model, window = lower(graph, TARGET), RollingWindow(100, 4)
+    prompts = [[(7 * i + 3 * (i // 5) + start) % 128 for i in range(640)] for start in range(3)]
+    limits = {"max_model_len": 1024, "max_num_batched_tokens": 1024, "num_blocks": 800}
+    alone = [served(engine(model, **limits), [p], SEEDED[:1], window)[0][0] for p in prompts]
+    together = engine(model, **limits)
+    answers, _, forgotten = served(together, prompts, [SEEDED[0]] * 3, window)
+    assert answers == alone
+    assert forgotten == [Rolling.of(window, BLOCK, 640, 1024).forgotten(640 + NEW_TOKENS - 2)] * 3
+
+
+@pytest.mark.parametrize("name", ["ttft", "compiled"])
+def test_passes_leave_a_model_able_to_forget(name: str) -> None:
+    """Fused and compiled operators don't read positions themselves."""
+    graph = captured("llama")
+    for each in ("fuse_qkv", "flash_attention", *(["compile"] if name == "compiled" else ["kv_int8"])):
+        apply(graph, each)
+    assert lower(graph, TARGET).keeps_all == ""
 
 
 def test_blocks_of_the_prompt_that_were_forgotten_serve_others() -> None:

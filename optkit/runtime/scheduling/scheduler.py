@@ -394,17 +394,22 @@ class Scheduler:
         return True
 
     def _prefills(self, decodes: list[ScheduledRequest]) -> list[ScheduledRequest]:
-        """Chunks of the prompts first in line, running or waiting."""
+        """Chunks of the prompts first in line, running or waiting.
+
+        A chunk ends where a window moves, at the latest a block on, so the next prompts have the step as if the chunk
+        were a decode.
+        """
         busy = step_work(decodes)
         left = self.config.max_num_batched_tokens - busy.tokens
         target = self.config.prefill_target
         items: list[ScheduledRequest] = []
+        shares = False  # the first chunk takes what it can; with it prompts take a place that end in the step
         full = ran_background = False  # full: no waiting request can be admitted; running ones go on
         partial = [r for r in self.running if r.num_pending > 1 or (r.num_pending and r.is_prefill_only)]
         for request in heapq.merge(partial, self._admissible(), key=_rank):
             if full and not request.block_tables:
                 continue
-            limit = min(left, target) if items else left
+            limit = min(left, target) if shares else left
             if request.is_background:
                 limit = min(limit, self.background.limit(decodes=bool(decodes), prefills=bool(items)))
             if limit < 1:
@@ -412,7 +417,7 @@ class Scheduler:
             work = self._guarded(request, self._work, request)
             if work is None:
                 continue
-            if items and work > limit:
+            if shares and work > limit:
                 break
             if not request.block_tables and not self._guarded(request, self._admit, request):
                 full = full or request in self.waiting
@@ -424,7 +429,7 @@ class Scheduler:
                 continue
             limit -= len(request.sinks)
             num_new = min(request.num_pending, limit, request.until_change)
-            if not items:
+            if not shares:
                 num_new = min(num_new, self.policy.chunk_limit(busy, request.num_held))
             if request.is_prefill_only:
                 num_new = self.background.chunk(request, num_new)
@@ -434,6 +439,10 @@ class Scheduler:
             if not self._guarded(request, self._cover, request, num_new, decodes):
                 continue
             items.append(ScheduledRequest(request, num_new, sinks=request.sinks))
+            if request.num_forgotten:
+                busy += step_work(items[-1:])
+            else:
+                shares = True
             ran_background = ran_background or request.is_background
             size = num_new + len(request.sinks)
             left, target = left - size, target - size

@@ -46,3 +46,6 @@ def test_a_server_with_specprefill_does_not_start_where_it_is_not_possible() -> 
         scoring_queue(artifact("llama"), None, on, CONFIG)
     assert scoring_queue(artifact("llama"), SharedWeights(), on, CONFIG).options.enabled
     scoring_queue(artifact("gemma2"), SharedWeights(), EngineOptions(), CONFIG)  # asked for by no one
+    both = EngineOptions(specprefill=True, rolling_window=32)
+    with pytest.raises(UserError, match="a rolling window reads prompts whole"):
+        scoring_queue(artifact("llama"), SharedWeights(), both, CONFIG)

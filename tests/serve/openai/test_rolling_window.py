@@ -15,6 +15,12 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LONG = {"prompt": [7] * 20, "max_tokens": 100, "ignore_eos": True}
 WINDOW = {"rolling_window": 16, "sink_tokens": 2}
 
+STREAMED: dict[str, dict[str, Any]] = {  # what a stream needs for its usage
+    "/v1/messages": {},
+    "/v1/responses": {},
+    CHAT: {"stream_options": {"include_usage": True}},
+}
+
 
 def app(**options: Any) -> FastAPI:
     return tiny_app(SteppedEngine(**LIMITS, **options), **LIMITS, **options)
@@ -57,6 +63,32 @@ def test_a_prompt_longer_than_the_context_is_read_through_the_window() -> None:
     assert found["prompt_tokens"] == 300 and found["forgotten_tokens"] == (302 - 2 - 16) // 4 * 4
 
 
+@pytest.mark.parametrize(("asked", "kept"), [(-1, 63), (50, 50), (250, 250)])
+def test_a_prompt_is_cut_to_the_context_or_as_asked(asked: int, kept: int) -> None:
+    found = usage(app(), prompt=[7] * 300, max_tokens=100, truncate_prompt_tokens=asked, **WINDOW)
+    assert (found["prompt_tokens"], found["completion_tokens"]) == (kept, 100)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 90}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 90}),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 90}),
+    ],
+)
+def test_every_endpoint_says_what_was_forgotten(path: str, body: dict[str, Any]) -> None:
+    """The window is that of the server where an endpoint has no such field."""
+    rolling = tiny_app(SteppedEngine(**LIMITS, script=[40], **WINDOW), **LIMITS, **WINDOW)
+    found = post(rolling, path, {"model": "tiny", "temperature": 0, **body}).json()["usage"]
+    prompt = found.get("prompt_tokens", found.get("input_tokens"))
+    assert found["forgotten_tokens"] == (prompt + 90 - 1 - 2 - 16) // 4 * 4 > 40
+    streamed = post(
+        rolling, path, {"model": "tiny", "temperature": 0, "stream": True, **body, **STREAMED[path]}
+    )
+    assert f'"forgotten_tokens":{found["forgotten_tokens"]}' in streamed.text.replace(" ", "")
+
+
 def test_choices_add_up() -> None:
     assert usage(app(), n=2, **WINDOW)["forgotten_tokens"] == 200
 
@@ -74,6 +106,7 @@ def test_a_chat_without_max_tokens_ends_with_the_context() -> None:
         ({"rolling_window": 63}, "rolling_window", "has room for 60"),
         ({"rolling_window": 16, "sink_tokens": 5}, "rolling_window", "sink_tokens must be 0 to 4"),
         ({"rolling_window": 16, "use_beam_search": True}, "rolling_window", "use_beam_search"),
+        ({"rolling_window": 16, "sink_tokens": 1, "specprefill": True}, "specprefill", "reads prompts whole"),
     ],
 )
 def test_a_window_that_does_not_fit_is_400(fields: dict[str, Any], param: str, what: str) -> None:
