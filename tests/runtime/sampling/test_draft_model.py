@@ -84,7 +84,7 @@ def test_a_draft_model_leaves_an_answer_with_a_window_at_its_own_context() -> No
     engine, source = drafted()
     assert answer(engine) == answer(fake_engine(options={"max_num_batched_tokens": 64}))
     stats = engine.stats()
-    assert 20 < sum(stats.spec_decode_accepted_per_pos) < 64
+    assert 10 < sum(stats.spec_decode_accepted_per_pos) < 64
     assert source.blocks.num_used == 0 and not source._shadows
 
 
