@@ -93,6 +93,9 @@ class PromptReader:
         if limits is not None:
             window = limits.rolling_window if window is None else window
             sinks = limits.sink_tokens if sinks is None else sinks
+        if request.sink_tokens and not window and request.rolling_window is None:
+            reason = "'sink_tokens' needs a 'rolling_window'"
+            raise ApiError(reason, param="sink_tokens", code="invalid_value")
         if not window or request.use_beam_search:  # whose beams are prompts, a token longer each time
             return None
         chosen = RollingWindow(window, sinks or 0)

@@ -104,6 +104,7 @@ def test_a_chat_without_max_tokens_ends_with_the_context() -> None:
     [
         ({"rolling_window": -1}, "rolling_window", "greater than or equal to 0"),
         ({"rolling_window": 63}, "rolling_window", "has room for 60"),
+        ({"sink_tokens": 3}, "sink_tokens", "needs a 'rolling_window'"),
         ({"rolling_window": 16, "sink_tokens": 5}, "rolling_window", "sink_tokens must be 0 to 4"),
         ({"rolling_window": 16, "use_beam_search": True}, "rolling_window", "use_beam_search"),
         ({"rolling_window": 16, "sink_tokens": 1, "specprefill": True}, "specprefill", "reads prompts whole"),
