@@ -19,6 +19,20 @@ if TYPE_CHECKING:
     from optkit.runtime.scheduling.config import SchedulerConfig
 
 
+def check_choices(options: EngineOptions) -> None:
+    """Refuse options of which one undoes the other.
+
+    Raises:
+        UserError: SpecPrefill and a rolling window, both for requests without a choice.
+    """
+    if options.specprefill and options.rolling_window:
+        raise UserError(
+            "a rolling window reads prompts whole, so SpecPrefill would do nothing",
+            where="--specprefill, --rolling-window",
+            fix="give one of the two; a request may choose either by its fields",
+        )
+
+
 def scoring_queue(
     artifact: Artifact, shared: SharedWeights | None, options: EngineOptions, config: SchedulerConfig
 ) -> ScoringQueue:
@@ -27,12 +41,6 @@ def scoring_queue(
     Raises:
         UserError: ``options`` ask for SpecPrefill, and the model or the engine can't leave tokens out.
     """
-    if options.specprefill and options.rolling_window:
-        raise UserError(
-            "a rolling window reads prompts whole, so SpecPrefill would do nothing",
-            where="--specprefill, --rolling-window",
-            fix="give one of the two; a request may choose either by its fields",
-        )
     make: Callable[[], PromptScorer] | None = None
     if shared is not None:
         make = partial(make_scorer, artifact, shared, options.specprefill_layers, config)
