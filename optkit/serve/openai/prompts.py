@@ -94,8 +94,8 @@ class PromptReader:
             window = limits.rolling_window if window is None else window
             sinks = limits.sink_tokens if sinks is None else sinks
         if request.sink_tokens and not window and request.rolling_window is None:
-            reason = "'sink_tokens' needs a 'rolling_window'"
-            raise ApiError(reason, param="sink_tokens", code="invalid_value")
+            message = "'sink_tokens' needs a 'rolling_window'"
+            raise ApiError(message, param="sink_tokens", code="invalid_value")
         if not window or request.use_beam_search:  # whose beams are prompts, a token longer each time
             return None
         chosen = RollingWindow(window, sinks or 0)
@@ -103,8 +103,8 @@ class PromptReader:
         if reason:
             raise ApiError(reason, param="rolling_window", code="invalid_value")
         if request.specprefill:
-            reason = "a rolling window reads prompts whole: 'specprefill' needs 'rolling_window' to be 0"
-            raise ApiError(reason, param="specprefill", code="invalid_value")
+            message = "a rolling window reads prompts whole: 'specprefill' needs 'rolling_window' to be 0"
+            raise ApiError(message, param="specprefill", code="invalid_value")
         return chosen
 
     def longest(self, request: GenerationRequest) -> int:
