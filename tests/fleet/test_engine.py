@@ -116,8 +116,8 @@ async def test_a_pause_of_the_process_makes_no_replica_unready(monkeypatch: pyte
     monkeypatch.setattr("optkit.fleet.engine.REPORT_SECONDS", 0.01)
     async with fleet(*engines(2)) as together:
         for _ in range(5):
-            time.sleep(0.15)  # noqa: ASYNC251 - the loop stands still, longer than a wait
-            time.sleep(0.15)  # noqa: ASYNC251
+            time.sleep(0.15)
+            time.sleep(0.15)
             for _ in range(5):
                 assert together.is_healthy and len(together.ready_ids) == 2
                 await asyncio.sleep(0)
