@@ -37,6 +37,7 @@ The rules of a decision:
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -310,9 +311,12 @@ class Router:
     def _candidate(self, num_tokens: int, blocks: Blocks, known: _Known, now: float) -> Candidate:
         report = known.report
         hits = self.index.held(report.replica_id, blocks, now)
+        reported = 0
+        if hits and self.alternatives is not None:
+            reported = min(hits, self.index.held(report.replica_id, blocks, math.inf))
         tokens = hits * report.block_size
         prefill = prefill_seconds(report.prefill_seconds, num_tokens - tokens)
-        return Candidate(report, hits, tokens, known.backlog.seconds(now), prefill)
+        return Candidate(report, hits, tokens, known.backlog.seconds(now), prefill, reported)
 
     def _least_recent(self, options: Sequence[Option], is_cold: bool) -> Option:
         """The option to take: the best; of cold prompts the least recently given among those near the best."""

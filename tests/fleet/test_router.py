@@ -235,6 +235,23 @@ def test_an_alternative_that_is_faster_is_taken_and_charged() -> None:
     )
 
 
+def test_alternatives_know_what_is_reported_and_what_is_only_expected() -> None:
+    made, _ = router()
+    made.update(report("a"), Mark())
+    seen: list[tuple[int, int]] = []
+
+    def alternatives(asked: Prompt, candidates: Sequence[Candidate], now: float) -> Sequence[Option]:
+        seen.extend((each.hit_blocks, each.reported_blocks) for each in candidates)
+        return []
+
+    made.alternatives = alternatives
+    made.choose(prompt(made, IDS))
+    made.choose(prompt(made, IDS))
+    made.update(report("a", IDS[:20]), Mark())
+    made.choose(prompt(made, IDS))
+    assert seen == [(0, 0), (9, 0), (9, 5)]
+
+
 states = st.lists(
     st.tuples(st.floats(0, 1), st.integers(0, 40), st.booleans(), st.booleans(), st.sampled_from("12")),
     min_size=1,
