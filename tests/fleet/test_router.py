@@ -248,7 +248,10 @@ def test_a_prompt_computed_elsewhere_is_expected_there_until_the_answer_begins()
 
     def hits() -> dict[str, int]:
         now, asked = clock(), prompt(made, IDS)
-        return {name: made.index.held(name, asked.blocks(SIZE, made.index.knows), now) for name in ("source", "free")}
+        return {
+            name: made.index.held(name, asked.blocks(SIZE, made.index.knows), now)
+            for name in ("source", "free")
+        }
 
     made.alternatives = alternatives
     first = made.choose(prompt(made, IDS))
