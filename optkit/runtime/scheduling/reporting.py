@@ -2,8 +2,9 @@
 
 The queue is the forecast for a prompt that arrives now and has nothing to compute (``Forecast.first_token``), less the
 time that the running step has taken. A prompt computed for another engine counts like a prompt with an answer; a prompt
-without anybody in wait gives way to others and does not count. For the first ``LOOKED_UP`` waiting requests the uncached tokens are looked up;
-for the rest the number at arrival stands in, so a report costs the same with a long queue.
+without anybody in wait gives way to others and does not count. For the first ``LOOKED_UP`` waiting requests the
+uncached tokens are looked up; for the rest the number at arrival stands in, so a report costs the same with a long
+queue.
 """
 
 from __future__ import annotations
