@@ -1,7 +1,7 @@
 """Quantized linear layers of the sizes of an 8B Llama against float64 products of the same codes, on every instruction
 set.
 
-The channels K are 4,096 and 14,336; N goes to 128,256, a vocabulary. Codes and activations are random, or all at the
+The channels K are 4,096 and 14,336; N goes to 128,256, a vocabulary (with all of 4,096 channels by ``make soak``). Codes and activations are random, or all at the
 ends of their ranges with signs that add up: the largest sums that an accumulator of 32 bits has to hold. Activations of
 16 bits are chosen such that 16 bits hold them exactly, so float64 has the same numbers as the kernel.
 """
@@ -23,7 +23,12 @@ MOST_16 = 32639  # the largest code of an activation of 16 bits (split_row.h)
 ROWS = 2
 ISAS = usable_isas()
 FORMATS = ["w8a8", "w8a16", "w4a8", "w4a8_symmetric", "w4a16", "w4a16_symmetric"]
-SHAPES = [(HIDDEN, FFN), (FFN, HIDDEN), (HIDDEN, VOCABULARY)]
+SHAPES = [
+    (HIDDEN, FFN),
+    (FFN, HIDDEN),
+    (512, VOCABULARY),
+    pytest.param(HIDDEN, VOCABULARY, marks=pytest.mark.soak),  # 5 to 10 s each
+]
 
 
 def random_rows(n: int, k: int, low: int, high: int) -> Tensor:
