@@ -1,9 +1,10 @@
 """Quantized linear layers of the sizes of an 8B Llama against float64 products of the same codes, on every instruction
 set.
 
-The channels K are 4,096 and 14,336; N goes to 128,256, a vocabulary (with all of 4,096 channels by ``make soak``). Codes and activations are random, or all at the
-ends of their ranges with signs that add up: the largest sums that an accumulator of 32 bits has to hold. Activations of
-16 bits are chosen such that 16 bits hold them exactly, so float64 has the same numbers as the kernel.
+The channels K are 4,096 and 14,336; N goes to 128,256, a vocabulary (with all of 4,096 channels by ``make soak``).
+Codes and activations are random, or all at the ends of their ranges with signs that add up: the largest sums that an
+accumulator of 32 bits has to hold. Activations of 16 bits are such that 16 bits hold them exactly, so float64 has
+the same numbers as the kernel.
 """
 
 from __future__ import annotations

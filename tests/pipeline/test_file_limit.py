@@ -1,4 +1,4 @@
-"""A disk that takes no more: one line, nothing half-written, the artifact that was there is intact, and a later run goes on.
+"""A disk that takes no more: one line, nothing half-written, the earlier artifact intact, and a later run goes on.
 
 The limit is that of the process on the size of a file (``RLIMIT_FSIZE``): a real refusal of ``write`` by the system, in
 the middle of a tensor, as a full disk gives it.
