@@ -7,7 +7,6 @@ A directory that was there before stays until the new one is complete. On Linux 
 from __future__ import annotations
 
 import ctypes
-import errno
 import glob
 import os
 import shutil
@@ -17,10 +16,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from optkit.artifact.manifest import is_artifact
-from optkit.errors import UserError
+from optkit.errors import FULL, UserError
 from optkit.machine.locks import locked
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of renameat2(2)
 
 
