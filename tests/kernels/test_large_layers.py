@@ -112,7 +112,7 @@ class Problem:
             low = -self.zero[rows].double() * scale
         else:
             codes, low = codes - (0 if self.form.startswith("w8") else 8), None
-        total, sizes = 0.0, 0.0
+        total, sizes = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
         for half in self.halves():
             x = (half * self.step.double().repeat_interleave(self.group, 1)).unflatten(1, (-1, self.group))
             parts = torch.einsum("mgk,ngk->mng", x, codes.unflatten(1, (-1, self.group))) * scale
