@@ -210,17 +210,28 @@ def ends_of_bad_words(words: Sequence[Sequence[int]], output: Sequence[int]) -> 
 
 
 def penalize(logits: Tensor, request: Request) -> Tensor:
-    """Repetition (Keskar et al. 2019) over prompt and output; frequency and presence (OpenAI) over the output."""
+    """Repetition (Keskar et al. 2019) over the last tokens; frequency and presence (OpenAI) over the output."""
     p = request.sampling
     logits = logits.clone()
-    left_out = request.positions.left_out if request.positions is not None else ()
-    seen = torch.tensor([*request.token_ids, *left_out], device=logits.device).unique()
-    values = logits[seen]
-    logits[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
+    if p.repetition_penalty != 1.0 and p.repeat_last_n:
+        seen = torch.tensor(penalized(request), device=logits.device).unique()
+        values = logits[seen]
+        logits[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
+    if p.frequency_penalty == p.presence_penalty == 0.0:
+        return logits
     output = torch.tensor(request.output_ids, dtype=torch.int64, device=logits.device)
     tokens, counts = output.unique(return_counts=True)
     logits[tokens] -= p.frequency_penalty * counts + p.presence_penalty
     return logits
+
+
+def penalized(request: Request) -> list[int]:
+    """The tokens that ``repetition_penalty`` looks at: the last ``repeat_last_n``, and with all those without a slot."""
+    last = request.sampling.repeat_last_n
+    if 0 <= last <= len(request.token_ids):
+        return request.token_ids[len(request.token_ids) - last :]
+    left_out = request.positions.left_out if request.positions is not None else ()
+    return [*request.token_ids, *left_out]
 
 
 def distribution(logits: Tensor, p: SamplingParams) -> Tensor:

@@ -520,7 +520,7 @@ class Scheduler:
         """Append ``tokens``: the right tokens of the draft, and the token sampled afterwards."""
         request, sampling = item.request, item.request.sampling
         if item.draft:
-            self.drafts.observe(request, len(item.draft), len(tokens) - 1)
+            self.drafts.observe(request, item.draft, tokens)
         outputs: list[TokenOutput] = []
         for token in tokens:
             request.num_computed = len(
