@@ -122,7 +122,8 @@ def attention(
     if q.device.type != "meta":
         write_kv(k, v, k_cache, v_cache, slot_mapping)
     batch = query_start, seq_lens, block_tables
-    scores: tuple[Any, ...] = (sinks, slopes, positions, scale, window, softcap, chunk, sparse_cover, sparse_from)
+    options: tuple[Any, ...] = scale, window, softcap, chunk, sparse_cover, sparse_from
+    scores: tuple[Any, ...] = sinks, slopes, positions, *options
     return paged_attention(q, k, v, k_cache, v_cache, *batch, *scores)
 
 

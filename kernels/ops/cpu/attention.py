@@ -50,7 +50,8 @@ def attention(
 ) -> Tensor:
     """See ``reference.attention``. q, k and v may have any strides; float32 (else the reference runs)."""
     batch = query_start, seq_lens, block_tables
-    scores: tuple[Any, ...] = (sinks, slopes, positions, scale, window, softcap, chunk, sparse_cover, sparse_from)
+    options: tuple[Any, ...] = scale, window, softcap, chunk, sparse_cover, sparse_from
+    scores: tuple[Any, ...] = sinks, slopes, positions, *options
     if not native_types(q, k_cache):
         return reference.attention(q, k, v, k_cache, v_cache, slot_mapping, *batch, *scores)
     native.require_vector(slot_mapping, q.shape[0], torch.int64, "slot_mapping")
@@ -78,7 +79,8 @@ def paged_attention(
 ) -> Tensor:
     """See ``reference.paged_attention``; k and v are read for their shapes alone."""
     batch = query_start, seq_lens, block_tables
-    scores: tuple[Any, ...] = (sinks, slopes, positions, scale, window, softcap, chunk, sparse_cover, sparse_from)
+    options: tuple[Any, ...] = scale, window, softcap, chunk, sparse_cover, sparse_from
+    scores: tuple[Any, ...] = sinks, slopes, positions, *options
     if not native_types(q, k_cache):
         return reference.paged_attention(q, k, v, k_cache, v_cache, *batch, *scores)
     return run(q, k, v, k_cache, v_cache, None, *batch, *scores)
@@ -263,7 +265,8 @@ def emit_paged_attention(
     sparse_from: int = 0,
 ) -> Result:
     batch = query_start, seq_lens, block_tables
-    scores: tuple[Any, ...] = (sinks, slopes, positions, scale, window, softcap, chunk, sparse_cover, sparse_from)
+    options: tuple[Any, ...] = scale, window, softcap, chunk, sparse_cover, sparse_from
+    scores: tuple[Any, ...] = sinks, slopes, positions, *options
     return emit_attention(b, q, k, v, k_cache, v_cache, None, *batch, *scores)
 
 

@@ -226,7 +226,7 @@ def penalize(logits: Tensor, request: Request) -> Tensor:
 
 
 def penalized(request: Request) -> list[int]:
-    """The tokens that ``repetition_penalty`` looks at: the last ``repeat_last_n``, and with all those without a slot."""
+    """The tokens that ``repetition_penalty`` looks at: the last ``repeat_last_n``; with all, those left out too."""
     last = request.sampling.repeat_last_n
     if 0 <= last <= len(request.token_ids):
         return request.token_ids[len(request.token_ids) - last :]

@@ -2,9 +2,9 @@
 
 A tree grows from the last known token by the likeliest guess first. The chance of a guess is the product of the
 chances along its branch, and each chance is measured: guesses of one *kind* (a source, how many tokens match, how
-often the token followed) count together, right or wrong, over all requests. A guess joins the tree as long as the
-tokens that it adds on average exceed the tokens that the batch makes in the time of its row (``CostModel``). So trees
-become chains where text repeats itself, and vanish where no guess pays.
+often the token followed) count together, right or wrong, over all requests. The tree has as many guesses as make the
+most tokens a second on average, by the measured time of steps of so many rows (``RowCosts``). So trees become chains
+where text repeats itself, and vanish where no guess pays; a request without guesses for long is looked at rarely.
 
 Sources: what followed the last tokens earlier in the request and in earlier answers (``Occurrences``), and the likely
 tokens of earlier logits (``Recycled``).
@@ -25,6 +25,7 @@ from optkit.runtime.sampling.occurrences import END, Occurrences, Place
 from optkit.runtime.sampling.proposer import SpeculationStats
 from optkit.runtime.sampling.recycling import Recycled
 from optkit.runtime.scheduling.cost_model import CostModel, StepWork, chunk_work
+from optkit.runtime.scheduling.row_costs import RowCosts
 from optkit.runtime.types import Request
 
 DECAY = 0.97  # weight of a kind's record after one more guess
@@ -32,6 +33,10 @@ PRIOR_WEIGHT = 2.0  # guesses that the chance before any guess counts for
 LEAST_GAIN = 1.03  # predicted, of a step with guesses; below nothing is guessed
 FANOUT = 4  # guesses after a token, of each source
 CACHED_TOKENS = 1 << 16  # of earlier answers, some 13 MB
+QUIET_AFTER, QUIET_EVERY = (
+    24,
+    4,
+)  # steps without guesses, and of those behind them one in so many is looked at
 
 OWN, EARLIER, RECYCLED = range(3)  # sources
 Kind = tuple[int, ...]
@@ -104,6 +109,12 @@ class RequestText:
     def __init__(self) -> None:
         self.text = Occurrences()
         self.root: Node | None = None
+        self.without = 0  # steps in a row without guesses
+
+    @property
+    def rests(self) -> bool:
+        """True in a step in which no guess is looked for."""
+        return self.without >= QUIET_AFTER and self.without % QUIET_EVERY > 0
 
 
 class TreeSpeculator:
@@ -126,24 +137,35 @@ class TreeSpeculator:
         recycled: Recycled | None = None,
         max_cached_requests: int = 0,
     ) -> None:
-        self.cost, self.most, self.branches, self.recycled = cost, most, branches, recycled
+        self.costs, self.most, self.branches, self.recycled = RowCosts(cost), most, branches, recycled
         self.earlier = EarlierAnswers(max_cached_requests)
         self.chances, self.stats = Chances(), SpeculationStats()
         self._texts: dict[str, RequestText] = {}
+        self._expected = 0.0  # right guesses of the latest draft, on average
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[tuple[int, ...]]:
         base = StepWork()
         for request in requests:
             base += chunk_work(1, request.num_computed, rows=1)
-        step = max(self.cost.seconds(base), 1e-9)
-        drafts = []
+        drafts, tokens = list[tuple[int, ...]](), float(len(requests))
         for request, limit in zip(requests, limits, strict=True):
-            row = self.cost.seconds(base + chunk_work(1, len(request.token_ids), rows=1)) - step
-            drafts.append(self._draft(request, min(limit, self.most), row / step, len(requests)))
+            drafts.append(self._draft(request, min(limit, self.most), base, tokens))
+            for _ in drafts[-1]:
+                base += chunk_work(1, len(request.token_ids), rows=1)
+            tokens += self._expected
         return drafts
 
     def observe(self, request: Request, draft: tuple[int, ...], tokens: tuple[int, ...]) -> None:
         self.stats.count(max(depths_of(draft)), len(tokens) - 1, len(draft))
+
+    def took(self, work: StepWork, seconds: float) -> None:
+        """Learn the time of a step."""
+        self.costs.observe(work, seconds)
+
+    def rests(self, request: Request) -> bool:
+        """True if no guess was looked for in this step, because none has paid for long."""
+        own = self._texts.get(request.request_id)
+        return own is not None and own.rests
 
     def finished(self, request: Request) -> None:
         """Forget ``request``; its answer becomes a source for others, unless a salt keeps it apart."""
@@ -154,9 +176,13 @@ class TreeSpeculator:
     def run_largest(self, num_requests: int) -> None:
         """Do nothing: there is nothing to allocate on a device."""
 
-    def _draft(self, request: Request, limit: int, row_price: float, num_requests: int) -> tuple[int, ...]:
-        """The guesses for ``request``; ``row_price`` is the time of a row as a share of the step's."""
+    def _draft(self, request: Request, limit: int, base: StepWork, tokens: float) -> tuple[int, ...]:
+        """The guesses for ``request``, beside ``base``, which makes ``tokens`` tokens on average."""
+        self._expected = 0.0
         own = self._texts.setdefault(request.request_id, RequestText())
+        own.without += 1
+        if own.rests:
+            return ()
         known = len(own.text.ids)
         own.text.extend(request.token_ids[known:])
         if own.root is not None:
@@ -167,8 +193,10 @@ class TreeSpeculator:
         ids = own.text.ids
         texts = (own.text, *(() if request.received.cache_salt else self.earlier.texts))
         own.root = Node(ids[-1], 1.0, places=[(text, text.find(ids)) for text in texts])
-        nodes = self._grow(own, own.root, limit, row_price, num_requests)
-        return in_preorder(own.root) if nodes else ()
+        if not self._grow(own, own.root, limit, base, tokens):
+            return ()
+        own.without = 0
+        return in_preorder(own.root)
 
     def _judge(self, root: Node, tokens: Sequence[int]) -> None:
         """Learn from ``tokens``, which followed the root of a tree."""
@@ -180,28 +208,44 @@ class TreeSpeculator:
                 self.chances.learn(kind, right=guess == token)
             node = node.children.get(token)
 
-    def _grow(
-        self, own: RequestText, root: Node, limit: int, row_price: float, num_requests: int
-    ) -> list[Node]:
-        """Add the guesses that pay to the tree; the nodes, the likeliest first."""
+    def _grow(self, own: RequestText, root: Node, limit: int, base: StepWork, tokens: float) -> int:
+        """Add the guesses that pay to the tree; how many."""
         heap: list[Candidate] = []
-        nodes: list[Node] = []
-        tokens, time = float(num_requests), 1.0  # of the batch, in units of the step without guesses
-        latest, order = root, itertools.count()
-        while len(nodes) < limit:
-            for guess in self._guesses_after(own, latest):
-                heapq.heappush(heap, (-guess.chance, next(order), latest, guess))
+        order = itertools.count()
+        self._add_guesses(own, root, heap, order)
+        if not heap:
+            return 0
+        times = self._times(len(own.text.ids), limit, base)
+        worthless = tokens * (times[-1] / times[0] - 1) / (2 * limit)  # half of what a row costs on average
+        joined: list[tuple[Node, Node]] = []
+        best, least, reached = 0, LEAST_GAIN * tokens / times[0], tokens
+        while len(joined) < limit:
             found = self._likeliest(heap)
-            if found is None or found[1].chance * time <= row_price * tokens:
+            if found is None or found[1].chance < worthless:
                 break
             parent, latest = found
             parent.children[latest.token] = latest
-            tokens, time = tokens + latest.chance, time + row_price
-            nodes.append(latest)
-        if tokens < LEAST_GAIN * num_requests * time:
-            root.children.clear()
-            return []
-        return nodes
+            joined.append(found)
+            reached += latest.chance
+            if reached > least * times[len(joined)]:
+                best, least = len(joined), reached / times[len(joined)]
+                self._expected = reached - tokens
+            self._add_guesses(own, latest, heap, order)
+        for parent, node in joined[best:]:
+            del parent.children[node.token]
+        return best
+
+    def _add_guesses(self, own: RequestText, node: Node, heap: list[Candidate], order: Iterator[int]) -> None:
+        for guess in self._guesses_after(own, node):
+            heapq.heappush(heap, (-guess.chance, next(order), node, guess))
+
+    def _times(self, context: int, limit: int, base: StepWork) -> list[float]:
+        """The seconds of the step with 0 to ``limit`` guesses after ``context`` tokens."""
+        times, row = [], chunk_work(1, context, rows=1)
+        for _ in range(limit + 1):
+            times.append(max(self.costs.seconds(base), 1e-9))
+            base += row
+        return times
 
     def _likeliest(self, heap: list[Candidate]) -> tuple[Node, Node] | None:
         """Take the likeliest guess that may join the tree, with its parent."""

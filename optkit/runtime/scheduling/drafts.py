@@ -17,6 +17,7 @@ from torch import Tensor
 from optkit.runtime.draft_tree import first_branch
 from optkit.runtime.sampling.proposer import SpeculationStats
 from optkit.runtime.sampling.tree_speculator import TreeSpeculator
+from optkit.runtime.scheduling.cost_model import step_work
 from optkit.runtime.types import ConstraintFailed, Failure, Request, ScheduledRequest
 
 if TYPE_CHECKING:
@@ -88,13 +89,23 @@ class Drafts:
         rows: Sequence[int],
     ) -> None:
         """Recycle the logits of a step, before its tokens join the requests; ``rows`` as of ``verify``."""
-        recycled = self.proposer.recycled if isinstance(self.proposer, TreeSpeculator) else None
-        if recycled is None or logits.device.type != "cpu":
+        if not isinstance(self.proposer, TreeSpeculator) or logits.device.type != "cpu":
+            return
+        recycled = self.proposer.recycled
+        if recycled is None:
             return
         for item, outcome, row in zip(items, found, rows, strict=True):
-            if not isinstance(outcome, Failure) and not item.request.received.cache_salt:
+            request = item.request
+            if not (
+                isinstance(outcome, Failure) or request.received.cache_salt or self.proposer.rests(request)
+            ):
                 places = (row, *(row + right for right in outcome.rows))
                 self._optional(recycled.collect, item.request.token_ids, outcome.tokens, logits, places)
+
+    def took(self, items: Sequence[ScheduledRequest], seconds: float) -> None:
+        """Tell the proposer the time of a step."""
+        if isinstance(self.proposer, TreeSpeculator):
+            self.proposer.took(step_work(items), seconds)
 
     def finished(self, request: Request) -> None:
         """Forget ``request``."""

@@ -225,6 +225,7 @@ class Scheduler:
         copied = batch.transfers or batch.state_copies
         if batch.items and not copied and not any(isinstance(r, Failure) for r in results):
             self.cost.observe(step_work(batch.items), now - self.step_start)
+            self.drafts.took(batch.items, now - self.step_start)
         outputs: list[TokenOutput] = []
         for item, result in zip(batch.items, results, strict=True):
             if not self._is_here(item.request):

@@ -12,6 +12,7 @@ from optkit.runtime.engine import Engine
 from optkit.runtime.sampling.recycling import Recycled
 from optkit.runtime.sampling.tree_speculator import Chances, EarlierAnswers, TreeSpeculator
 from optkit.runtime.scheduling.cost_model import CostModel, StepWork
+from optkit.runtime.scheduling.row_costs import RowCosts
 from optkit.runtime.types import EngineRequest, Request, SamplingParams
 from tests.support.fakes import FakeRunner, fake_engine
 from tests.support.speculation import sequence
@@ -76,8 +77,56 @@ def test_guesses_that_were_not_made_are_judged() -> None:
     for token in [1, 2, 3, 4] * 5:
         assert propose(speculator, request) == ()
         request.token_ids.append(token)
-    speculator.cost = Priced(0.1)
+    speculator.costs = RowCosts(Priced(0.1))
     assert len(propose(speculator, request)) == 8
+
+
+class Stepped(CostModel):
+    """Steps of an even number of rows cost as much as those of one row less; the second row costs half a step."""
+
+    def seconds(self, shape: StepWork) -> float:
+        return 1.0 if shape.tokens < 2 else 1.5 + 0.4 * ((shape.tokens - 1) // 2)
+
+
+def test_rows_that_cost_nothing_are_filled() -> None:
+    """With the last known token the rows are even in number: one guess more would cost as much as two."""
+    ids = [1, 2, 3, 4, 5, 6, 7, 8] * 4
+    assert [len(propose(TreeSpeculator(Stepped(), most), sequence(ids))) for most in (3, 4, 5, 6)] == [
+        3,
+        3,
+        5,
+        5,
+    ]
+
+
+def test_measured_times_of_steps_decide() -> None:
+    """A model that says guesses are free is corrected by steps that take longer."""
+    ids = [1, 2, 3, 4, 5, 6, 7, 8] * 4
+    speculator = TreeSpeculator(Priced(0.0), 4)
+    assert len(propose(speculator, sequence(ids))) == 4
+    for _ in range(40):
+        for rows in range(1, 6):
+            speculator.took(StepWork(rows, rows, 0.0), 1.0 if rows == 1 else 9.0)
+    assert propose(speculator, sequence(ids)) == ()
+
+
+def test_a_request_without_guesses_for_long_is_looked_at_rarely() -> None:
+    speculator = TreeSpeculator(Priced(5.0), 8)  # no guess pays
+    request = sequence([1, 2, 3, 4] * 3)
+    looked = 0
+    for token in [1, 2, 3, 4] * 25:
+        propose(speculator, request)
+        looked += not speculator.rests(request)
+        request.token_ids.append(token)
+    assert 24 <= looked <= 24 + 100 // 4
+    speculator.costs = RowCosts(Priced(0.1))
+    drafts = []
+    for token in [1, 2, 3, 4] * 2:
+        drafts.append(propose(speculator, request))
+        request.token_ids.append(token)
+    assert (
+        sum(map(bool, drafts)) >= 4
+    )  # found again at the next look, and looked at in every step from there on
 
 
 def test_chances_start_from_the_prior_and_forget() -> None:
