@@ -23,7 +23,7 @@ PLAIN, GUESSED = "plain", "guessed"
 
 @dataclass(frozen=True)
 class Answer:
-    """The tokens of an answer, the seconds after its first token, by the clock and of the process, and its steps."""
+    """The tokens and steps of an answer, and the seconds after the first token, by the clock and of the process."""
 
     tokens: list[int]
     seconds: float
@@ -31,10 +31,10 @@ class Answer:
     steps: int
 
     def with_best(self, other: Answer) -> Answer:
-        """The faster of two runs of one answer.
+        """The faster of two runs of an answer.
 
         Raises:
-            ValueError: their tokens differ.
+            ValueError: the tokens differ.
         """
         if self.tokens != other.tokens:
             raise ValueError("two runs of one side gave different answers")
@@ -75,7 +75,7 @@ def answer(engine: Engine, prompt: Sequence[int], sampling: SamplingParams) -> A
 
 
 class Learned:
-    """The tables that the source of guesses of an engine has filled so far."""
+    """The tables of an engine's source of guesses, as filled so far."""
 
     NAMES = ("recycled", "earlier", "chances")
 
@@ -84,7 +84,7 @@ class Learned:
         self.values = {name: copy.deepcopy(getattr(self.proposer, name, None)) for name in self.NAMES}
 
     def restore(self) -> None:
-        """Go back to that."""
+        """Go back to the first state."""
         for name, value in self.values.items():
             if hasattr(self.proposer, name):
                 setattr(self.proposer, name, copy.deepcopy(value))
@@ -93,12 +93,12 @@ class Learned:
 def both(
     sides: dict[str, Engine], prompt: Sequence[int], sampling: SamplingParams, rounds: int
 ) -> dict[str, Answer]:
-    """The best run of each side in ``rounds``, which begin with one side and the other in turn.
+    """The best run of each side in ``rounds``, which begin with either side in turn.
 
-    No run knows an earlier run of the same prompt: tables of earlier answers and logits are those before the first.
+    No run knows an earlier run of the same prompt: each starts with the tables before the first run.
 
     Raises:
-        ValueError: runs of one side differ.
+        ValueError: two runs of a side differ.
     """
     best: dict[str, Answer] = {}
     learned = {side: Learned(engine) for side, engine in sides.items()}
@@ -124,7 +124,7 @@ class Chats:
         self.tokenizer = Tokenizer.from_directory(self.directory)
 
     def prompt(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """The tokens of a prompt that asks for the next answer."""
+        """The tokens of a prompt for the next answer."""
         template = self.tokenizer.chat_template
         if template is None:
             return self.tokenizer.encode("\n\n".join(message["content"] for message in messages) + "\n")

@@ -1,13 +1,12 @@
 """Long answers with and without guesses: time, sameness and repetition of 20,000 tokens.
 
-    python -m bench.long generation ARTIFACT             # 4 prompts of 5,000 greedy tokens each, then the sampled ones
+    python -m bench.long generation ARTIFACT             # 4 prompts of 5,000 greedy tokens each, then sampled answers
     python -m bench.long generation ARTIFACT --only sampled --tokens 1000
 
-A model of 8,192 positions ends before 20,000 tokens, so several answers add up to them; each is one answer without a
-restart, and stop tokens are left out, so that both sides generate all of them. The gain of a long answer comes from its
-repetition, so the share of different 4-grams stands beside each gain: a text that repeats itself is fast and worth
-little. Sampled answers have temperature 1, top_p 0.9 and a repetition penalty over the last tokens, each with its own
-line. Exit code 1: a bound is missed.
+A model of 8,192 positions ends before 20,000 tokens, so several answers add up to 20,000, each without a restart. Stop
+tokens are left out: both sides generate all tokens. The gain of a long answer comes from repetition, so the share of
+different 4-grams stands beside each gain: repetitive text is fast and worth little. Sampled answers have temperature 1,
+top_p 0.9 and a repetition penalty over the last tokens, with a line for each penalty. Exit code 1: a bound is missed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Guesses in trees on six kinds of prompts: the speed of greedy answers with and without, in turn.
 
     python -m bench.long tree ARTIFACT                 # the six kinds of bench/long/prompts.json, two rounds
-    python -m bench.long tree ARTIFACT --only rows     # what a step of 2 to 32 rows costs against one row
+    python -m bench.long tree ARTIFACT --only rows     # what a step of 2 to 32 rows costs against a single row
     python -m bench.long tree ARTIFACT --method ngram  # another source of guesses
 
-The kinds are those of Spec-Bench: conversation in two turns, translation, summary, question answering, mathematics,
+The kinds are as in Spec-Bench: conversation in two turns, translation, summary, question answering, mathematics,
 and answers from passages. Prompts are our own. Both sides must give the same tokens; the time counts from the first
 token on, the best of the rounds, so prefill is left out. Exit code 1: a bound is missed.
 """
@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
 
 
 def rows(artifact: str) -> dict[str, float]:
-    """The time of steps with several rows of one sequence, as multiples of the step with one."""
+    """The time of steps with several rows of a sequence, as multiples of the step with a single row."""
     engine = open_engine(artifact, speculative_model="none", max_num_seqs=1)
     found = {}
     for context in CONTEXTS:

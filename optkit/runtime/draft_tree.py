@@ -1,8 +1,8 @@
-"""Drafts with branches (arXiv 2305.09781): several guesses for one place are verified in one step.
+"""Drafts with branches (arXiv 2305.09781): a step verifies several guesses for the same place.
 
 The new tokens of a step are the last known token, the *root*, and the nodes of the tree in preorder. The KV of node i
-is stored i places behind the root, whatever its depth; attention looks at the depths (``reference.attention``). After
-the step the KV of the right branch moves to the places of its tokens (``Move``), and the rest is overwritten later.
+is stored i places behind the root at any depth; attention looks at the depths (``reference.attention``). After
+the step the KV of the right branch moves to the places of the tokens (``Move``), and the rest is overwritten later.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ class DraftTree(tuple[int, ...]):
     """The guessed tokens of a tree in preorder, the likeliest branch first.
 
     Attributes:
-        depths: of each token below the root, which has depth 0. The parent of a token is the last one before it that
-            is one step nearer to the root.
+        depths: of each token below the root, which has depth 0. The parent of a token is the last token before with
+            a depth smaller by 1.
     """
 
     depths: tuple[int, ...]

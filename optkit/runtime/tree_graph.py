@@ -23,7 +23,7 @@ class TreeGraph:
     """Makes the graph of ``optkit.artifact.open.Artifact.executable``.
 
     Attributes:
-        reason: why a graph takes no trees, which it then stays without; empty for one that does.
+        reason: against trees, for a graph left as given; empty for a graph with trees.
     """
 
     def __init__(self, target: Target) -> None:

@@ -1,7 +1,7 @@
 """Occurrences of the last tokens of an answer in earlier text, for guesses of what comes next.
 
 The question of a suffix tree (SuffixDecoding, arXiv 2411.04975) is answered by the chains of LZ77: the places of each
-pair of tokens form a list, newest first, in one integer a token. The newest ``MOST`` of them are compared backwards
+pair of tokens form a list, newest first, in an integer a token. The newest ``MOST`` places are compared backwards
 with the end of the answer, so each occurrence comes with the number of matching tokens. A token costs a microsecond
 to add and some 200 bytes.
 """
@@ -20,7 +20,7 @@ Place = tuple[
 
 
 class Occurrences:
-    """The pairs of tokens of a growing text, and where they are in it."""
+    """The pairs of tokens of a growing text, with places."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
@@ -28,7 +28,7 @@ class Occurrences:
         self._before: list[int] = []  # position -> the position after the occurrence of the same pair before
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Append ``ids``. The last pair of the text becomes known with the token after it."""
+        """Append ``ids``. The last pair of the text becomes known with the next token."""
         start = len(self.ids)
         self.ids += ids
         for position in range(start, len(self.ids)):
@@ -40,7 +40,7 @@ class Occurrences:
             self._before.append(place)
 
     def find(self, tail: Sequence[int]) -> list[Place]:
-        """The places of the last tokens of ``tail`` in the text, with a token after them, the newest first."""
+        """The places of the last tokens of ``tail`` in the text, with a next token, the newest first."""
         found = list[Place]()
         place = self._newest.get((tail[-2], tail[-1]), NOWHERE) if len(tail) > 1 else NOWHERE
         while place != NOWHERE and len(found) < MOST:

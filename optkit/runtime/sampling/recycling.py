@@ -1,8 +1,8 @@
 """Recycled tokens: what the model thought likely after the same two tokens before (token recycling, arXiv 2408.08696).
 
-Each step computes logits and uses one number of them. The likeliest tokens are kept for the pair of tokens before
-them, and for the last token alone, and become guesses where the pair or the token comes again. Other texts of the same
-server fill the same table.
+Each step computes logits and uses a single number. The likeliest tokens are kept for the pair of tokens before, and for
+the last token alone, and become guesses where the pair or the token comes again. Other texts of the same server fill
+the same table.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Recycled:
 
         Args:
             known: tokens of the request before the step.
-            tokens: of the step: the right guesses, and one more.
+            tokens: of the step: the right guesses, and the next token.
             logits: [n, V] of the step, from the last known token on.
             rows: of the last known token and of the right guesses.
         """
@@ -52,7 +52,7 @@ class Recycled:
             self.add(before[: start + place], likeliest(logits[row]))
 
     def after(self, before: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-        """The number of tokens of ``before`` that are known, 2, 1 or 0, and the likeliest tokens after them."""
+        """The number of known tokens at the end of ``before``, 2, 1 or 0, and the likeliest tokens after."""
         for count in (2, 1):
             key = tuple(before[-count:])
             if len(key) == count and (found := self._likely.get(key)) is not None:

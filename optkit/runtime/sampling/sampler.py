@@ -226,7 +226,7 @@ def penalize(logits: Tensor, request: Request) -> Tensor:
 
 
 def penalized(request: Request) -> list[int]:
-    """The tokens that ``repetition_penalty`` looks at: the last ``repeat_last_n``; with all, those left out too."""
+    """The tokens under ``repetition_penalty``: the last ``repeat_last_n``; of the whole text also tokens without KV."""
     last = request.sampling.repeat_last_n
     if 0 <= last <= len(request.token_ids):
         return request.token_ids[len(request.token_ids) - last :]

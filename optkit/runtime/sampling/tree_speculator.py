@@ -1,15 +1,15 @@
 """Trees of guesses from several sources, as wide as pays.
 
 A tree grows from the last known token by the likeliest guess first. The chance of a guess is the product of the
-chances along its branch, and each chance is measured: guesses of one *kind* (a source, how many tokens match, how
-often the token followed) count together, right or wrong, over all requests. The tree has as many guesses as make the
-most tokens a second on average, by the measured time of steps of so many rows (``RowCosts``). So trees become chains
-where text repeats itself, and vanish where no guess pays; a request without guesses for long is looked at rarely.
+chances along the branch, and each chance is measured: guesses of the same *kind* (source, matching tokens, share of
+the occurrences) count together, right or wrong, over all requests. The tree has as many guesses as make the most tokens
+a second on average, by the measured time of steps of so many rows (``RowCosts``). So trees become chains in repetitive
+text, and vanish where no guess pays; a request without guesses for long is looked at rarely.
 
 Sources: what followed the last tokens earlier in the request and in earlier answers (``Occurrences``), and the likely
 tokens of earlier logits (``Recycled``).
 
-Guesses that were not made are judged, too, once the tokens are known: a kind whose guesses do not pay is not forgotten.
+Guesses outside of the tree are judged, too, once the tokens are known: kinds too dear to verify are not forgotten.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Chances:
         self._records: dict[Kind, tuple[float, float]] = {}  # right, all
 
     def of(self, kind: Kind, prior: float) -> float:
-        """The chance that a guess of ``kind`` is right; ``prior`` before anything is known."""
+        """The chance of a guess of ``kind`` to be right; ``prior`` before anything is known."""
         right, count = self._records.get(kind, (0.0, 0.0))
         return (right + PRIOR_WEIGHT * prior) / (count + PRIOR_WEIGHT)
 
@@ -67,9 +67,9 @@ class Node:
     """A token of a tree, or the root.
 
     Attributes:
-        chance: that the answer goes through the node.
-        places: texts with the places where the token's followers are, the request's own text first.
-        guesses: the kind of each token guessed after this one, in the tree or not; None before they are asked for.
+        chance: of the answer to go through the node.
+        places: texts with the places of the token's followers, the request's own text first.
+        guesses: the kind of each guessed follower, in the tree or not; None before the first search.
         children: the guesses in the tree, by token, the likeliest first.
     """
 
@@ -163,12 +163,12 @@ class TreeSpeculator:
         self.costs.observe(work, seconds)
 
     def rests(self, request: Request) -> bool:
-        """True if no guess was looked for in this step, because none has paid for long."""
+        """True if the step looked for no guess, because none has paid for long."""
         own = self._texts.get(request.request_id)
         return own is not None and own.rests
 
     def finished(self, request: Request) -> None:
-        """Forget ``request``; its answer becomes a source for others, unless a salt keeps it apart."""
+        """Forget ``request``; the answer becomes a source for other requests without a salt."""
         known = self._texts.pop(request.request_id, None)
         if known is not None and not request.received.cache_salt:
             self.earlier.add(request.output_ids)
@@ -177,7 +177,7 @@ class TreeSpeculator:
         """Do nothing: there is nothing to allocate on a device."""
 
     def _draft(self, request: Request, limit: int, base: StepWork, tokens: float) -> tuple[int, ...]:
-        """The guesses for ``request``, beside ``base``, which makes ``tokens`` tokens on average."""
+        """The guesses for ``request``, beside ``base`` with ``tokens`` tokens on average."""
         self._expected = 0.0
         own = self._texts.setdefault(request.request_id, RequestText())
         own.without += 1
@@ -293,12 +293,12 @@ class TreeSpeculator:
 
 
 def longest(places: Sequence[Place]) -> int:
-    """The most tokens that match at one of ``places``."""
+    """The most matching tokens at any of ``places``."""
     return max(matching for _, matching in places)
 
 
 def by_token(text: Occurrences, places: Sequence[Place], path: Sequence[int]) -> dict[int, list[Place]]:
-    """``places`` by the token that they have; the text goes on with ``path``: a repetition copies itself."""
+    """``places`` by the token there; the text goes on with ``path``, for a repetition of a repetition."""
     found: dict[int, list[Place]] = {}
     known = len(text.ids)
     for place, matching in places:
