@@ -26,7 +26,7 @@ def with_speculation(values: Mapping[str, Any]) -> dict[str, Any]:
     """The options ``values`` by name, with those of ``speculative_config`` in its place.
 
     Raises:
-        UserError: the object is no JSON, has other names or an unknown method, or repeats an option.
+        UserError: the object is no JSON, has other names, or has no known method.
     """
     found = dict(values)
     text = found.pop(NAME, None)
@@ -54,11 +54,9 @@ def _guesser(config: SpeculativeConfig) -> str:
         return method
     if method == "draft_model" and config.model:
         return config.model
-    what = (
-        "the method draft_model needs a model"
-        if method == "draft_model"
-        else f"unknown method {method!r:.40}"
-    )
+    what = f"unknown method {method!r:.40}"
+    if method is None or method == "draft_model":
+        what = "no method is given" if method is None else "the method draft_model needs a model"
     raise _refusal(what, "use method ngram or suffix, or draft_model with an artifact as model")
 
 

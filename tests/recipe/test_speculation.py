@@ -30,7 +30,7 @@ def test_the_object_stands_for_the_flags() -> None:
         ('{"methd": "ngram"}', "methd"),
         ('{"method": "eagle3", "model": "x"}', "unknown method 'eagle3'"),
         ('{"method": "draft_model"}', "needs a model"),
-        ('{"num_speculative_tokens": 3}', "unknown method None"),
+        ('{"num_speculative_tokens": 3}', "no method is given"),
         ('{"method": "suffix", "model": "small/"}', "has no model"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', ">= 1"),
         ('{"method": "ngram", "num_speculative_tokens": "many"}', "int"),

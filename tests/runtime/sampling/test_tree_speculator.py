@@ -15,7 +15,7 @@ from optkit.runtime.scheduling.cost_model import CostModel, StepWork
 from optkit.runtime.scheduling.row_costs import RowCosts
 from optkit.runtime.types import EngineRequest, Request, SamplingParams
 from tests.support.fakes import FakeRunner, fake_engine
-from tests.support.speculation import sequence
+from tests.support.speculation import Untimed, sequence
 
 
 class Priced(CostModel):
@@ -190,7 +190,7 @@ def test_recycled_tokens_are_guessed_behind_the_tokens_of_the_text() -> None:
 
 def speculating(runner_script: list[int] | None = None, **options: object) -> Engine:
     engine = fake_engine(options={"script": runner_script} if runner_script else {})
-    engine.scheduler.proposer = TreeSpeculator(Priced(0.01), 8, recycled=Recycled(), max_cached_requests=8)
+    engine.scheduler.proposer = Untimed(Priced(0.01), 8, recycled=Recycled(), max_cached_requests=8)
     return engine
 
 
@@ -223,8 +223,8 @@ def test_branches_change_nothing() -> None:
         Engine(TwoWays(**sizes), config, proposer=proposer)
         for proposer in (
             None,
-            TreeSpeculator(Priced(0.01), 8, branches=False),
-            TreeSpeculator(Priced(0.01), 8),
+            Untimed(Priced(0.01), 8, branches=False),
+            Untimed(Priced(0.01), 8),
         )
     ]
     plain, chains, trees = (engine.generate([[9, 1]], sampling) for engine in engines)

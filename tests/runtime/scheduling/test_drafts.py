@@ -13,7 +13,6 @@ from optkit.runtime.engine import Engine
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.sampling.proposer import NgramProposer, Speculator
 from optkit.runtime.sampling.recycling import Recycled
-from optkit.runtime.sampling.tree_speculator import TreeSpeculator
 from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.scheduling.cost_model import CostModel
 from optkit.runtime.scheduling.drafts import MAX_FORCED, Proposer
@@ -23,7 +22,7 @@ from optkit.runtime.types import Constraint, EngineRequest, FinishReason, Sampli
 from tests.runtime.sampling.test_tree_speculator import Priced
 from tests.support import tiny_runtime
 from tests.support.constrained import END, constrained_engine, decode, run, sampling, texts, vocabulary
-from tests.support.speculation import Eager, needs_native
+from tests.support.speculation import Eager, Untimed, needs_native
 
 SCHEMA = {
     "type": "object",
@@ -107,7 +106,7 @@ def test_preempted_answers_are_the_same(num_blocks: int) -> None:
 def test_guesses_within_the_constraint_change_nothing(trees: bool) -> None:
     speculator: Proposer = Speculator(NgramProposer(), Eager(CostModel(), 5))
     if trees:
-        speculator = TreeSpeculator(Priced(0.001), 8, recycled=Recycled(), max_cached_requests=8)
+        speculator = Untimed(Priced(0.001), 8, recycled=Recycled(), max_cached_requests=8)
     engine = constrained_engine()
     engine.scheduler.proposer = speculator
     assert answers(engine) == PLAIN
@@ -217,9 +216,7 @@ def test_no_history_changes_an_answer(
     if guesses == "chains":
         engine.scheduler.proposer = Speculator(NgramProposer(), Eager(CostModel(), 4))
     if guesses == "trees":
-        engine.scheduler.proposer = TreeSpeculator(
-            Priced(0.001), 8, recycled=Recycled(), max_cached_requests=8
-        )
+        engine.scheduler.proposer = Untimed(Priced(0.001), 8, recycled=Recycled(), max_cached_requests=8)
     found = {str(i): "" for i in range(len(PROMPTS))}
     pending = sorted(range(len(PROMPTS)), key=lambda i: arrivals[i])
     params, step = mixed(), 0
