@@ -142,10 +142,12 @@ class Drafts:
 
 
 def within_constraint(request: Request, guess: tuple[int, ...]) -> tuple[int, ...]:
-    """``guess`` up to the first token that the constraint excludes; of a tree the first branch."""
-    if request.matcher is None or not guess:
+    """``guess`` up to the first token that the constraint excludes, without branches; also with a rolling window."""
+    if not guess or (request.matcher is None and request.rule is None):
         return guess
     guess = first_branch(guess)
+    if request.matcher is None:
+        return guess
     try:
         return guess[: request.matcher.num_valid(request.output_ids, guess)]
     except ConstraintFailed:

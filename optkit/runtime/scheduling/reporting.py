@@ -62,5 +62,5 @@ def _decodes(scheduler: Scheduler) -> StepWork:
     decodes = StepWork()
     for request in scheduler.running:
         if request.num_pending == 1:
-            decodes += chunk_work(1, request.num_computed, rows=1)
+            decodes += chunk_work(1, request.num_held, rows=1)
     return decodes if decodes.tokens else chunk_work(1, 0, rows=1)

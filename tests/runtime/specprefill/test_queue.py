@@ -14,6 +14,7 @@ from optkit.graph.ir import Graph
 from optkit.lowering.lower import Executable, lower
 from optkit.runtime.draft_tree import DraftTree
 from optkit.runtime.engine import Engine
+from optkit.runtime.kv.rolling import RollingWindow
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.sampling.recycling import Recycled
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
@@ -233,6 +234,7 @@ def test_a_prompt_with_cached_kv_is_computed_whole() -> None:
         ({"specprefill": None}, SpecPrefillOptions(threshold=1)),
         ({"specprefill": SpecPrefill(enabled=True, keep_pct=1.0)}, SpecPrefillOptions(threshold=1)),
         ({}, SpecPrefillOptions(threshold=len(PROMPTS[0]) + 1)),
+        ({"rolling": RollingWindow(64, 4)}, SpecPrefillOptions(enabled=True, threshold=1)),
         (
             {"sampling": msgspec.structs.replace(GREEDY, prompt_logprobs=0)},
             SpecPrefillOptions(threshold=1),
