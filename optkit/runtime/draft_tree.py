@@ -28,12 +28,12 @@ class DraftTree(tuple[int, ...]):
 
 
 def depths_of(draft: tuple[int, ...]) -> Sequence[int]:
-    """The depth of each token of a draft, 1 after the last known token: of a tree, or of tokens one after another."""
+    """The depth of each token of a draft, 1 after the last known token: of a tree or a chain."""
     return draft.depths if isinstance(draft, DraftTree) else range(1, len(draft) + 1)
 
 
 def first_branch(draft: tuple[int, ...]) -> tuple[int, ...]:
-    """The tokens of a draft's first branch, one after another."""
+    """The tokens of a draft's first branch."""
     count = 0
     for depth in depths_of(draft):
         if depth != count + 1:
@@ -56,7 +56,7 @@ def child(draft: tuple[int, ...], node: int, token: int) -> int | None:
 
 @dataclass(frozen=True)
 class Move:
-    """Copy the KV at the positions ``sources`` of a sequence to ``targets``, one token after the other.
+    """Copy the KV at the positions ``sources`` of a sequence to ``targets``, in order.
 
     ``table`` is the sequence's block table.
     """

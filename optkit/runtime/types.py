@@ -483,8 +483,8 @@ class Request:
 class ScheduledRequest:
     """``num_new`` tokens of ``request``, from ``request.num_computed`` on, run in this step.
 
-    The last of the new tokens are ``draft``, guesses of the tokens after the request's last token: each after the one
-    before, or a tree (``optkit.runtime.draft_tree``). ``sinks`` are tokens whose KV at the front of the window is
+    The last of the new tokens are ``draft``, guesses of the tokens after the request's last token: a chain
+    or a tree (``optkit.runtime.draft_tree``). ``sinks`` are tokens whose KV at the front of the window is
     written by the step, too (``optkit.runtime.kv.rolling``).
     """
 
