@@ -29,10 +29,11 @@ import torch
 from optkit.cancellation import check_cancelled
 from optkit.errors import UserError
 from optkit.recipe.engine_options import EngineOptions
+from optkit.runtime.draft_tree import Move
 from optkit.runtime.engine import Engine
 from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.structured.compiler import Grammars, vocabulary
-from optkit.runtime.types import Batch, ScheduledRequest, StateCopy
+from optkit.runtime.types import Batch, BlockCopy, ScheduledRequest, StateCopy
 from optkit.simulation.step_costs import StepCosts, taught_cost_model
 
 MOCK_FACTORY = "optkit.fleet.mock:factory"
@@ -126,8 +127,23 @@ class TokenKV:
     def write_block(self, block: int, data: np.ndarray) -> None:
         self.slots[block * self.block_size : (block + 1) * self.block_size] = data.view(np.int64)
 
+    def move_tokens(self, moves: Sequence[Move]) -> None:
+        for move in moves:
+            source, target = (self._at(move.table, places) for places in (move.sources, move.targets))
+            for a, b in zip(source, target, strict=True):
+                self.slots[b] = self.slots[a]
+
+    def _at(self, table: Sequence[int], positions: Sequence[int]) -> list[int]:
+        return [table[at // self.block_size] * self.block_size + at % self.block_size for at in positions]
+
+    def copy_block(self, copy: BlockCopy) -> None:
+        rows = self.slots.reshape(self.num_blocks, self.block_size)
+        rows[copy.to] = rows[copy.source]
+
     def write_and_read(self, item: ScheduledRequest) -> np.ndarray:
         """Write the new tokens of ``item``; the tokens [n] int64 of the sequence up to there, as read back."""
+        for at, token in enumerate(item.sinks):
+            self.slots[item.request.block_tables[0][0] * self.block_size + at] = token
         request, groups = item.request, len(self.kv_windows)
         places = [self._slots(item, group) for group in range(groups)]
         for group, slots in enumerate(places):
@@ -144,7 +160,7 @@ class TokenKV:
 
     def _slots(self, item: ScheduledRequest, group: int) -> np.ndarray:
         """The slots of the tokens that the queries of ``item`` read in ``group``."""
-        start, window = item.request.num_computed, self.kv_windows[group]
+        start, window = item.request.num_held, self.kv_windows[group]
         positions = np.arange(max(0, start - window + 1) if window else 0, start + item.num_new)
         blocks = np.array(item.request.block_tables[group])[positions // self.block_size]
         if (blocks < 0).any():

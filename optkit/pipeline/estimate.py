@@ -130,12 +130,13 @@ def bytes_per_weight(one: ResolvedPass) -> float:
 def bytes_by_options(one: ResolvedPass, options: Mapping[str, Any]) -> float:
     """``bytes_per_weight`` of layers with ``options``, in the layout of the native kernels.
 
-    A group of int8 has a scale in float16, as most weights have; a group of 4 bits a scale and a minimum in float32.
+    A group of int8 has a scale in float16, as most weights have, and the sum of its codes; a group of 4 bits a scale
+    and a minimum in float32.
     """
     group = int(options.get("group_size") or 128)
     scheme = str(options.get("scheme") or one.entry.pass_name).lower()
     bits = 4 if "w4" in scheme else 8
-    return bits / 8 + (8 if bits == 4 else 2) / group
+    return bits / 8 + (8 if bits == 4 else 6) / group
 
 
 def pass_tokens(one: ResolvedPass) -> int:

@@ -36,7 +36,7 @@ from optkit.runtime.prefill import PinInfo
 from optkit.runtime.report import EngineReport, Mark
 from optkit.runtime.sampling.logprobs import LogprobRunner
 from optkit.runtime.sampling.sampler import sample
-from optkit.runtime.sampling.speculative import first_rows, verify
+from optkit.runtime.sampling.speculative import as_result, first_rows, moves_of, verify
 from optkit.runtime.scheduling.cost_model import CostModel
 from optkit.runtime.scheduling.reporting import report
 from optkit.runtime.scheduling.scheduler import Proposer, Result, Scheduler, SchedulerConfig
@@ -44,6 +44,7 @@ from optkit.runtime.specprefill.queue import ScoringQueue
 from optkit.runtime.structured.compiler import Grammars
 from optkit.runtime.types import (
     Batch,
+    BlockCopy,
     EngineRefusal,
     EngineRequest,
     EngineStats,
@@ -181,6 +182,9 @@ class Engine:
         if batch.state_copies:
             self.runner.copy_states(batch.state_copies)
         for transfer in batch.transfers:
+            if isinstance(transfer, BlockCopy):
+                self.runner.copy_block(transfer)
+                continue
             try:
                 self._copy(transfer)
             except (OSError, CorruptBlock):
@@ -219,8 +223,12 @@ class Engine:
             plain = logits if len(logits) == len(due) else logits[rows]
             sampled = sample(plain, [item.request for item in due])
             self.logprobs.record(due, plain, sampled)
-            results = iter(verify(due, sampled, logits, rows))
-            return [next(results) if item.needs_logits else None for item in batch.items]
+            found = verify(due, sampled, logits, rows)
+            if moves := moves_of(due, found):
+                self.runner.move_tokens(moves)
+            self.scheduler.drafts.collect(due, found, logits, rows)
+            results = iter(found)
+            return [as_result(next(results)) if item.needs_logits else None for item in batch.items]
         except torch.AcceleratorError:
             raise  # the device is gone for everyone
         except Exception:
@@ -439,6 +447,4 @@ def no_check() -> None:
 
 def work_of(batch: Batch) -> list[Work]:
     """The work of each sequence, for an observer."""
-    return [
-        Work(item.num_new, item.request.num_computed + item.num_new, len(item.draft)) for item in batch.items
-    ]
+    return [Work(item.num_new, item.request.num_held + item.num_new, len(item.draft)) for item in batch.items]

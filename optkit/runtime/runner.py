@@ -8,6 +8,7 @@ collected in Python in a third of the time of two dozen numpy calls. torch takes
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -15,9 +16,10 @@ import torch
 
 from optkit.graph.kv_layout import ONE_GROUP, KVGroup, KVLayout, one_group, table_inputs
 from optkit.graph.states import STATE_SLOTS, KVSpec, StateSpec, recurrent_of, sequence_bytes
+from optkit.runtime.draft_tree import DraftTree, Move
 from optkit.runtime.kv.pools import allocate_buffers, allocate_states, dtype_label
 from optkit.runtime.kv.windows import first_block
-from optkit.runtime.types import Batch, StateCopy
+from optkit.runtime.types import Batch, BlockCopy, Request, ScheduledRequest, StateCopy
 
 
 class ServableModel(Protocol):
@@ -77,11 +79,13 @@ class ModelRunner:
         self._block_rows = (
             [buffer.numpy() for buffer in flat] if self.device.type == "cpu" else []
         )  # of blocks
+        self._token_rows = [rows.reshape(len(rows) * block_size, -1) for rows in self._block_rows]
         self.state_pools = allocate_states(recurrent_of(model.states), self.num_slots, self.device)
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> torch.Tensor:
         """Logits [sum of num_logits, vocab_size] float32, in batch order."""
+        batch = with_sinks(batch)
         arrays = self.batch_inputs(batch)
         if self.num_slots:
             arrays[STATE_SLOTS] = state_slots(batch, self.num_slots)
@@ -107,6 +111,24 @@ class ModelRunner:
             for copy in copies:
                 pool[copy.to].copy_(pool[copy.source])
 
+    def move_tokens(self, moves: Sequence[Move]) -> None:
+        """Copy KV of tokens within their sequences. For models with one group of layers, on the CPU."""
+        size = self.block_size
+        for move in moves:
+            pairs = [
+                (move.table[at // size] * size + at % size for at in places)
+                for places in (move.sources, move.targets)
+            ]
+            for source, target in zip(*pairs, strict=True):
+                for rows in self._token_rows:
+                    rows[target] = rows[source]
+
+    def copy_block(self, copy: BlockCopy) -> None:
+        """Copy the KV of a block in all layers, after the steps before."""
+        for pair in self._buffers:
+            for buffer in pair:
+                buffer[copy.to].copy_(buffer[copy.source])
+
     def read_block(self, block: int) -> np.ndarray:
         """The KV of ``block`` in the layers of its group, as bytes [n] uint8 on the host."""
         if self._block_rows:
@@ -129,6 +151,32 @@ class ModelRunner:
     def _bytes_of(self, block: int) -> list[torch.Tensor]:
         """The bytes of ``block`` in each buffer, as views."""
         return [buffer[block] for pair in self._buffers for buffer in pair]
+
+
+def with_sinks(batch: Batch) -> Batch:
+    """``batch`` with the sinks of each item as a sequence of their own before the item (``optkit.runtime.kv.rolling``).
+
+    Kernels store the keys and values of all sequences of a call before they attend.
+    """
+    if not any(item.sinks for item in batch.items):
+        return batch
+    items: list[ScheduledRequest] = []
+    for item in batch.items:
+        items += [sinks_of(item), replace(item, sinks=())] if item.sinks else [item]
+    return replace(batch, items=tuple(items))
+
+
+def sinks_of(item: ScheduledRequest) -> ScheduledRequest:
+    """The sinks of ``item`` as a sequence at the first positions that are not forgotten, without logits."""
+    request = item.request
+    sequence = Request(
+        request.received,
+        [*item.sinks, request.token_ids[0]],  # a token more, so that none is the last
+        block_tables=[table[:1] for table in request.block_tables],
+        first_blocks=[0],
+        position_shift=request.num_forgotten,
+    )
+    return ScheduledRequest(sequence, len(item.sinks))
 
 
 def state_slots(batch: Batch, num_slots: int) -> np.ndarray:
@@ -161,24 +209,39 @@ def chunk_inputs(
 ) -> dict[str, np.ndarray]:
     """``batch_inputs`` of a batch with any number of tokens of each request."""
     items = batch.items
-    starts = np.array([item.request.num_computed for item in items], dtype=np.int64)  # [S]
+    starts = np.array([item.request.num_held for item in items], dtype=np.int64)  # [S]
     counts = np.array([item.num_new for item in items], dtype=np.int64)  # [S]
     query_start = np.zeros(len(items) + 1, dtype=np.int64)
     np.cumsum(counts, out=query_start[1:])
     rows = np.repeat(np.arange(len(items)), counts)  # [T]
-    positions = np.arange(query_start[-1]) + (starts - query_start[:-1])[rows]  # [T]
+    places = np.arange(query_start[-1]) + (starts - query_start[:-1])[rows]  # [T]
+    shifts = np.array([item.request.position_shift + item.request.num_forgotten for item in items])  # [S]
     inputs: dict[str, np.ndarray] = {
         "input_ids": new_tokens(batch),
-        "positions": token_positions(batch, positions),
+        "positions": with_depths(batch, token_positions(batch, places + shifts[rows])),
         "query_start": query_start.astype(np.int32),
         "seq_lens": (starts + counts).astype(np.int32),
         "logits_index": last_rows(query_start[1:], np.array([item.num_logits for item in items])),
     }
     for number, group in enumerate(groups):
         tables = block_tables(batch, block_size, number, group, null)
-        slots = tables[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
+        slots = tables[rows, places // block_size].astype(np.int64) * block_size + places % block_size
         inputs |= zip(table_inputs(number), (slots, tables), strict=True)
     return inputs
+
+
+def with_depths(batch: Batch, positions: np.ndarray) -> np.ndarray:
+    """The positions of tokens in their sequences, from their places in the cache: nodes of a tree share positions."""
+    trees = [item for item in batch.items if isinstance(item.draft, DraftTree)]
+    if not trees:
+        return positions
+    found, start = positions.copy(), 0
+    for item in batch.items:
+        start += item.num_new
+        if isinstance(item.draft, DraftTree):
+            count = len(item.draft)
+            found[start - count : start] = positions[start - count - 1] + np.array(item.draft.depths)
+    return found
 
 
 def decode_inputs(
@@ -186,12 +249,13 @@ def decode_inputs(
 ) -> dict[str, np.ndarray]:
     """``batch_inputs`` of a batch with one token of each request."""
     requests = [item.request for item in batch.items]
-    positions = [request.num_computed for request in requests]  # places, as far as there are gaps
+    places = [request.num_held for request in requests]
+    positions = [request.num_computed + request.position_shift for request in requests]
     inputs: dict[str, np.ndarray] = {
-        "input_ids": np.array([r.token_ids[at] for r, at in zip(requests, positions, strict=True)], np.int64),
+        "input_ids": np.array([request.token_ids[request.num_computed] for request in requests], np.int64),
         "positions": token_positions(batch, np.array(positions, np.int64)),
         "query_start": np.arange(len(requests) + 1, dtype=np.int32),
-        "seq_lens": np.array([at + 1 for at in positions], np.int32),
+        "seq_lens": np.array([at + 1 for at in places], np.int32),
         "logits_index": np.array([i for i, item in enumerate(batch.items) if item.num_logits], np.int64),
     }
     for number, group in enumerate(groups):
@@ -199,7 +263,7 @@ def decode_inputs(
         room = group.fraction * block_size
         slots = [
             r.block_tables[number][at // block_size] * room + at % block_size
-            for r, at in zip(requests, positions, strict=True)
+            for r, at in zip(requests, places, strict=True)
         ]
         inputs |= zip(table_inputs(number), (np.array(slots, np.int64), tables), strict=True)
     return inputs
@@ -234,7 +298,7 @@ def new_tokens(batch: Batch) -> np.ndarray:
 
 def block_tables(batch: Batch, block_size: int, number: int, group: KVGroup, null: int) -> np.ndarray:
     """[S, B] int32, padded with 0; only blocks with tokens up to the step, and from the first that a token reads."""
-    used = [-(-(item.request.num_computed + item.num_new) // block_size) for item in batch.items]
+    used = [-(-(item.request.num_held + item.num_new) // block_size) for item in batch.items]
     tables = np.zeros((len(used), max(used)), dtype=np.int32)
     for row, (item, count) in enumerate(zip(batch.items, used, strict=True)):
         table, first = item.request.block_tables[number], 0

@@ -235,7 +235,7 @@ def test_the_builder_refuses_what_programs_do_not_have() -> None:
     with pytest.raises(ValueError, match="softmax is not a kernel"):
         b.call("softmax", x=1)
     with pytest.raises(ValueError, match="w8_bytes is not a kernel"):
-        b.call("w8_bytes", n=1, k=1)
+        b.call("w8_bytes", n=1, k=1, groups=1)
     with pytest.raises(ValueError, match="rope takes x, cos"):
         b.call("rope", x=1, y=2)
     x = b.buffer(TOKENS, (64,))

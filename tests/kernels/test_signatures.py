@@ -65,7 +65,7 @@ def test_library_that_lists_no_functions_is_refused() -> None:
 def test_signatures_have_types_for_ctypes_and_kernels_count_from_zero() -> None:
     found = signatures.signatures()
     pointer, long, whole = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    assert found["w8_bytes"].prototype == (long, (long, long))
+    assert found["w8_bytes"].prototype == (long, (long, long, long))
     assert found["isa"].prototype == (whole, ())
     assert found["rope_table"].prototype == (None, (*[pointer] * 4, long, long, ctypes.c_float, whole))
     numbers = [signature.number for signature in found.values() if signature.number is not None]

@@ -150,7 +150,7 @@ bool each_task(const Routing& r, const Activations& x, const Output& y, int64_t 
 // The int8 layers of the experts, and what they are multiplied with.
 bool int8_experts(const Routing& r, const Activations& x, const uint8_t* weight, const uint8_t* weight_scale,
                   bool half, const Output& y, int64_t k, int threads) {
-    const int64_t bytes = optkit_w8_bytes(y.n, k), scales = y.panels * scale_bytes(x.groups, half);
+    const int64_t bytes = optkit_w8_bytes(y.n, k, x.groups), scales = y.panels * scale_bytes(x.groups, half);
     return each_task(r, x, y, k, threads, [&](int64_t expert, int64_t panel, int64_t end, const Block& block,
                                               const float* bias, float* out, int64_t columns) {
         const uint8_t* own_scales = weight_scale + expert * scales;

@@ -40,13 +40,13 @@ def pack_int8(weights: dict[int, Tensor], options: Mapping[str, Any]) -> dict[in
     """The weight [E * N, K] int8 and its scales [E * N, G], the argument after the weight, in the native layout."""
     position, count = min(weights), options["num_experts"]
     weight, scale = weights[position].contiguous(), weights[position + 1]
-    (rows, k), library = weight.shape, native.library()
+    (rows, k), groups, library = weight.shape, scale.shape[1], native.library()
     n = rows // count
-    size = library.optkit_w8_bytes(n, k)
+    size = library.optkit_w8_bytes(n, k, groups)
     blob = blobs(rows, size, count)
     for expert, own in enumerate(weight.unflatten(0, (count, n))):
         place = blob.data_ptr() + expert * size
-        library.optkit_pack_w8(own.data_ptr(), place, n, k, native.threads())
+        library.optkit_pack_w8(own.data_ptr(), place, n, k, groups, native.threads())
     return {position: blob, position + 1: int8.pack_scales(scale.unflatten(0, (count, n)))}
 
 
@@ -130,7 +130,13 @@ def expert_w8a8(
         pointer(bias),
     )
     failed = native.library().optkit_expert_w8a8(
-        *given, experts.data_ptr(), out.data_ptr(), *sizes, groups, int8.is_half(weight_scale), native.threads()
+        *given,
+        experts.data_ptr(),
+        out.data_ptr(),
+        *sizes,
+        groups,
+        int8.is_half(weight_scale),
+        native.threads(),
     )
     return checked(failed, out)
 
@@ -151,7 +157,13 @@ def expert_w8a16(
     out, sizes = prepared(x, experts, n, num_experts)
     given = (x.data_ptr(), x.shape[-1], weight.data_ptr(), weight_scale.data_ptr(), pointer(bias))
     failed = native.library().optkit_expert_w8a16(
-        *given, experts.data_ptr(), out.data_ptr(), *sizes, groups, int8.is_half(weight_scale), native.threads()
+        *given,
+        experts.data_ptr(),
+        out.data_ptr(),
+        *sizes,
+        groups,
+        int8.is_half(weight_scale),
+        native.threads(),
     )
     return checked(failed, out)
 
@@ -261,7 +273,7 @@ def check_int8(weight: Tensor, scale: Tensor, k: int, bias: Tensor | None, count
         n * count == len(weight) and scale.shape[0] == count, f"the weight is not of {count} experts"
     )
     native.require(k % (int8.STEP * groups) == 0, f"{k} channels are no {groups} groups of whole steps")
-    size = native.library().optkit_w8_bytes(n, k)
+    size = native.library().optkit_w8_bytes(n, k, groups)
     native.require(
         weight.shape[1] == -(-size * count // len(weight)), f"the weight was not packed for {k} channels"
     )

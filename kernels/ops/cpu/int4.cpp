@@ -95,13 +95,19 @@ Unpacked unpacked_in(void* memory, int64_t groups, int64_t k) {
 
 int64_t unpacked_bytes(int64_t groups, int64_t k) { return (k + groups * 12) * PANEL; }
 
-// One group's weights: codes, or code - 8 with `zero` 8.
-OPTKIT_INLINE void unpack_codes(const uint8_t* codes, int64_t steps, uint8_t zero, int8_t* weight) {
+// One group's weights: codes, or code - 8 with `zero` 8; and their sums times -128.
+OPTKIT_INLINE void unpack_codes(const uint8_t* codes, int64_t steps, uint8_t zero, int8_t* weight, int32_t* offset) {
+    int16_t sums[STEP_BYTES] = {};
     for (int64_t s = 0; s < steps; s += 2, codes += STEP_BYTES, weight += 2 * STEP_BYTES)
         for (int64_t j = 0; j < STEP_BYTES; ++j) {
-            weight[j] = static_cast<int8_t>((codes[j] & 15) - zero);
-            weight[STEP_BYTES + j] = static_cast<int8_t>((codes[j] >> 4) - zero);
+            const auto low = static_cast<int8_t>((codes[j] & 15) - zero);
+            const auto high = static_cast<int8_t>((codes[j] >> 4) - zero);
+            weight[j] = low;
+            weight[STEP_BYTES + j] = high;
+            sums[j] += static_cast<int8_t>(low + high);
         }
+    for (int64_t c = 0; c < PANEL; ++c)
+        offset[c] = -128 * (sums[4 * c] + sums[4 * c + 1] + sums[4 * c + 2] + sums[4 * c + 3]);
 }
 
 OPTKIT_INLINE void unpack_panel(const LinearW4A8& p, const uint8_t* records, const Unpacked& to) {
@@ -110,7 +116,7 @@ OPTKIT_INLINE void unpack_panel(const LinearW4A8& p, const uint8_t* records, con
     for (int64_t g = 0; g < p.groups; ++g, records += p.layout.size(p.group_steps)) {
         widen(records, p.layout.half, to.scale + g * PANEL);
         if (p.layout.minimum()) widen_minimums(records, p.layout, to.scale + g * PANEL, to.minimum + g * PANEL);
-        unpack_codes(records + p.layout.codes(), p.group_steps, zero, to.weight + g * group);
+        unpack_codes(records + p.layout.codes(), p.group_steps, zero, to.weight + g * group, to.offset + g * PANEL);
     }
 }
 

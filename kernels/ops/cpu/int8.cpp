@@ -5,8 +5,8 @@
 // lane. Within a panel memory is read strictly forward, and panels follow each other, so decode streams the weight.
 // N is padded to whole panels and K to whole steps with zeros, which add nothing.
 //
-// Activations are u8 with zero point 128 (vpdpbusd is u8 x s8). `(q - 128) . w = q . w - 128 * sum(w)`: where a variant
-// multiplies q itself, it computes the second term from the weights, as one more row of activations.
+// Activations are u8 with zero point 128 (vpdpbusd is u8 x s8). `(q - 128) . w = q . w - 128 * sum(w)`: accumulators
+// start at the second term, `offset`, which is computed here.
 //
 // Arithmetic, the same in every variant so that all give the same bits: int32 sums are exact in any order; then,
 // group by group in order, `sum = fma(float(accumulator), scale * weight_scale, sum)`, and for weights with minimums
@@ -30,12 +30,13 @@ void linear_portable(const Linear& p, const Panel& panel, int64_t row, int64_t r
         const int8_t* w = panel.weight;
         float sum[PANEL] = {};
         for (int64_t g = 0; g < p.groups; ++g) {
-            int32_t accumulator[PANEL] = {};
+            const int64_t at = g * PANEL;
+            int32_t accumulator[PANEL];
+            std::memcpy(accumulator, panel.offset + at, sizeof accumulator);
             for (int64_t s = 0; s < p.group_steps; ++s, q += STEP, w += STEP_BYTES)
                 for (int64_t c = 0; c < PANEL; ++c)
-                    for (int64_t k = 0; k < STEP; ++k) accumulator[c] += (q[k] - 128) * w[c * STEP + k];
+                    for (int64_t k = 0; k < STEP; ++k) accumulator[c] += q[k] * w[c * STEP + k];
             const float scale = p.scale[m * p.groups + g];
-            const int64_t at = g * PANEL;
             for (int64_t c = 0; c < PANEL; ++c)
                 sum[c] = std::fma(static_cast<float>(accumulator[c]), scale * panel.weight_scale[at + c], sum[c]);
             if (!panel.minimum) continue;
@@ -100,34 +101,41 @@ void linear_panels(const Linear& p, int64_t from, int64_t to, int64_t row, int64
 #endif
     const LinearRows rows_of_panel = linear_rows();
     thread_local GrowingMemory scratch;
-    for (int64_t i = from; i < to; ++i) rows_of_panel(p, panel_of(p, i, scratch), row, rows);
+    for (int64_t i = from; i < to; ++i) rows_of_panel(p, panel_of(p, i, rows, scratch), row, rows);
 }
 
-Panel panel_of(const Linear& p, int64_t i, GrowingMemory& memory) {
+Panel panel_of(const Linear& p, int64_t i, int64_t rows, GrowingMemory& memory) {
+    constexpr int64_t FEW_ROWS = 4;  // up to here one stream of weights is faster than two, of weights and scales
     const int64_t bytes = p.steps * STEP_BYTES;
     const int8_t* weight = p.weight + i * bytes;
     const uint8_t* stored = p.weight_scale + i * scale_bytes(p.groups, p.half);
-    const float* scale = reinterpret_cast<const float*>(stored);
-    if (p.half) {
-        auto* widened = memory.at_least<float>(p.groups * PANEL);
-        widen_scales()(stored, p.groups, widened);
-        scale = widened;
-        // Few rows wait for memory: ask for the next panel's scales while this one's weights are read.
-        for (int64_t g = 0; g < p.groups; ++g) __builtin_prefetch(stored + scale_bytes(p.groups + g, true));
+    const int32_t* offset = p.offset + i * p.groups * PANEL;
+    Panel panel{i * PANEL, weight, offset, reinterpret_cast<const float*>(stored), nullptr, weight + bytes, STEP_BYTES};
+    if (!p.half) return panel;
+    if (base_isa() == Isa::avx512_vnni && rows > FEW_ROWS) {
+        panel.half = reinterpret_cast<const uint16_t*>(stored);
+        return panel;
     }
-    return {i * PANEL, weight, nullptr, scale, nullptr, weight + bytes, STEP_BYTES};
+    auto* widened = memory.at_least<float>(p.groups * PANEL);
+    widen_scales()(stored, p.groups, widened);
+    panel.weight_scale = widened;
+    // Few rows wait for memory: ask for the next panel's scales while this one's weights are read.
+    for (int64_t g = 0; g < p.groups; ++g) __builtin_prefetch(stored + scale_bytes(p.groups + g, true));
+    return panel;
 }
 
 Linear packed_linear(const uint8_t* blob, const uint8_t* weight_scale, bool half, const float* bias, float* out,
                      int64_t n, int64_t k, int64_t groups) {
     const int64_t steps = divide_up(k, STEP);
     const auto* weight = reinterpret_cast<const int8_t*>(blob);
-    return {nullptr, 0, nullptr, weight, weight_scale, half, bias, out, n, steps, groups, steps / groups};
+    const auto* offset = reinterpret_cast<const int32_t*>(blob + divide_up(n, PANEL) * steps * STEP_BYTES);
+    return {nullptr, 0, nullptr, weight, offset, weight_scale, half, bias, out, n, steps, groups, steps / groups};
 }
 
 Linear from_panel(const Linear& p, int64_t panel, int64_t n) {
     Linear part = p;
     part.weight += panel * p.steps * STEP_BYTES;
+    part.offset += panel * p.groups * PANEL;
     part.weight_scale += panel * scale_bytes(p.groups, p.half);
     part.n = n;
     return part;
@@ -167,20 +175,33 @@ void gather_w8_rows(const Linear& p, const int64_t* index, int64_t rows, int64_t
 
 namespace {
 
+// The sum of n numbers.
+OPTKIT_INLINE int32_t sum_of(const int8_t* x, int64_t n) {
+    int32_t sum = 0;
+    for (int64_t i = 0; i < n; ++i) sum += x[i];
+    return sum;
+}
+
 // Output channel `c` of a panel: `row` [k], and zeros to whole steps, in their places among the panel's steps.
-void pack_channel(const int8_t* row, int64_t c, int64_t k, int8_t* packed) {
-    const int64_t whole = k / STEP;
+void pack_channel(const int8_t* row, int64_t c, int64_t k, int64_t groups, int8_t* packed, int32_t* offset) {
+    const int64_t whole = k / STEP, group = divide_up(k, STEP) * STEP / groups;
     int8_t* to = packed + c * STEP;
     for (int64_t s = 0; s < whole; ++s) std::memcpy(to + s * STEP_BYTES, row + s * STEP, STEP);
     for (int64_t i = whole * STEP; i < divide_up(k, STEP) * STEP; ++i)
         to[whole * STEP_BYTES + i % STEP] = i < k ? row[i] : 0;
+    for (int64_t g = 0; g < groups; ++g)
+        offset[g * PANEL + c] = -128 * sum_of(row + g * group, std::min(group, k - g * group));
 }
 
-// The steps of one panel of `weight` [n, k] from output channel `first` on. Channels past `n` are zero.
-void pack_panel(const int8_t* weight, int64_t first, int64_t n, int64_t k, int8_t* packed) {
+// One panel of `weight` [n, k] from output channel `first` on: its steps and its offsets. Channels past `n` are zero.
+void pack_panel(const int8_t* weight, int64_t first, int64_t n, int64_t k, int64_t groups, int8_t* packed,
+                int32_t* offset) {
     const int64_t channels = std::min(PANEL, n - first);
-    if (channels < PANEL) std::memset(packed, 0, divide_up(k, STEP) * STEP_BYTES);
-    for (int64_t c = 0; c < channels; ++c) pack_channel(weight + (first + c) * k, c, k, packed);
+    if (channels < PANEL) {
+        std::memset(packed, 0, divide_up(k, STEP) * STEP_BYTES);
+        std::memset(offset, 0, groups * PANEL * sizeof *offset);
+    }
+    for (int64_t c = 0; c < channels; ++c) pack_channel(weight + (first + c) * k, c, k, groups, packed, offset);
 }
 
 }  // namespace
@@ -188,17 +209,19 @@ void pack_panel(const int8_t* weight, int64_t first, int64_t n, int64_t k, int8_
 
 using namespace optkit;
 
-// Bytes of the packed weight, the steps of all panels.
-OPTKIT_API int64_t optkit_w8_bytes(int64_t n, int64_t k) {
-    return divide_up(n, PANEL) * divide_up(k, STEP) * STEP_BYTES;
+// Bytes of the packed weight: all panels' steps, then all panels' offsets.
+OPTKIT_API int64_t optkit_w8_bytes(int64_t n, int64_t k, int64_t groups) {
+    return divide_up(n, PANEL) * (divide_up(k, STEP) * STEP_BYTES + groups * PANEL * int64_t{4});
 }
 
-// Pack `weight` int8 [n, k] into `blob` of optkit_w8_bytes(n, k) bytes.
-OPTKIT_API void optkit_pack_w8(const int8_t* weight, uint8_t* blob, int64_t n, int64_t k, int threads) {
+// Pack `weight` int8 [n, k] into `blob` of optkit_w8_bytes(n, k, groups) bytes.
+OPTKIT_API void optkit_pack_w8(const int8_t* weight, uint8_t* blob, int64_t n, int64_t k, int64_t groups, int threads) {
     const int64_t panels = divide_up(n, PANEL), bytes = divide_up(k, STEP) * STEP_BYTES;
     auto* steps = reinterpret_cast<int8_t*>(blob);
+    auto* offset = reinterpret_cast<int32_t*>(blob + panels * bytes);
     parallel_for(panels, even_chunk(panels, threads), threads, [&](int64_t first, int64_t last) {
-        for (int64_t i = first; i < last; ++i) pack_panel(weight, i * PANEL, n, k, steps + i * bytes);
+        for (int64_t i = first; i < last; ++i)
+            pack_panel(weight, i * PANEL, n, k, groups, steps + i * bytes, offset + i * groups * PANEL);
     });
 }
 

@@ -11,6 +11,7 @@ struct Linear {
     int64_t q_stride;       // at least steps * STEP
     const float* scale;     // [M][groups]
     const int8_t* weight;   // [panels][steps][PANEL][STEP]
+    const int32_t* offset;  // [panels][groups][PANEL]: -128 * sum of the group's weights, undoing the zero point
     const uint8_t* weight_scale;  // [panels][groups][PANEL] float32, float16 with `half`
     bool half;
     const float* bias;  // [n] or null
@@ -26,15 +27,16 @@ struct Linear {
 struct Panel {
     int64_t first;              // its first output channel
     const int8_t* weight;       // [steps][PANEL][STEP]
-    const int32_t* offset;      // [groups][PANEL]: -128 * sum of the group's weights, undoing the zero point; or null
+    const int32_t* offset;      // [groups][PANEL]
     const float* weight_scale;  // [groups][PANEL]
     const float* minimum;       // [groups][PANEL], what weight 0 stands for; null: it is 0 everywhere
     const void* next;           // memory to fetch meanwhile, `next_step` bytes for each step of this panel
     int64_t next_step;
+    const uint16_t* half = nullptr;  // the scales in float16 for variants that widen them themselves; else null
 };
 
-// Panel `i` of an int8 weight. Scales in float16 are widened into `memory`.
-Panel panel_of(const Linear& p, int64_t i, GrowingMemory& memory);
+// Panel `i` of an int8 weight for `rows` rows. Scales in float16 are widened into `memory`, or left to tiles of AVX-512.
+Panel panel_of(const Linear& p, int64_t i, int64_t rows, GrowingMemory& memory);
 
 // out[row .. row + rows) of one panel. Each row's result depends on nothing but that row.
 using LinearRows = void (*)(const Linear&, const Panel&, int64_t row, int64_t rows);

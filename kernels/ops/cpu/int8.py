@@ -31,10 +31,10 @@ def pack(weights: dict[int, Tensor], options: Mapping[str, Any] | None = None) -
     """
     position = min(weights)
     weight = weights[position].contiguous()
-    n, k = weight.shape
+    (n, k), groups = weight.shape, weights[position + 1].shape[1]
     library = native.library()
-    blob = weight_memory.zeros((n, -(-library.optkit_w8_bytes(n, k) // n)), torch.uint8)
-    library.optkit_pack_w8(weight.data_ptr(), blob.data_ptr(), n, k, native.threads())
+    blob = weight_memory.zeros((n, -(-library.optkit_w8_bytes(n, k, groups) // n)), torch.uint8)
+    library.optkit_pack_w8(weight.data_ptr(), blob.data_ptr(), n, k, groups, native.threads())
     return {position: blob, position + 1: pack_scales(weights[position + 1])}
 
 
@@ -137,8 +137,8 @@ def check_packed(weight: Tensor, weight_scale: Tensor, k: int, bias: Tensor | No
     Raises:
         ValueError: the weight has other sizes.
     """
-    n = weight.shape[0]
-    needed = native.library().optkit_w8_bytes(n, k)
+    n, groups = weight.shape[0], weight_scale.shape[1]
+    needed = native.library().optkit_w8_bytes(n, k, groups)
     native.require(weight.shape[1] == -(-needed // n), f"the weight was not packed for {k} channels")
     native.require(len(weight_scale) == -(-n // PANEL), f"the scales were not packed for {n} output channels")
     native.require_vector(bias, n, torch.float32, "bias")
@@ -172,7 +172,8 @@ def embedding_w8(ids: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
 
 def packed_channels(weight: Tensor, weight_scale: Tensor) -> int:
     """The input channels, a multiple of ``STEP``, of a weight packed by ``pack``."""
-    return len(weight) * weight.shape[1] // (len(weight_scale) * PANEL)
+    panels, groups, _ = weight_scale.shape
+    return len(weight) * weight.shape[1] // (panels * PANEL) - 4 * groups
 
 
 def quantize_per_token(x: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:

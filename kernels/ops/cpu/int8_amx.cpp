@@ -103,33 +103,23 @@ OPTKIT_AMX OPTKIT_INLINE void multiply_group(const uint8_t* q, int64_t stride, i
     if constexpr (TWO) _tile_stored(3, b.products[TILE_ROWS] + TILE_ROWS, bytes);
 }
 
-OPTKIT_AMX OPTKIT_INLINE Sums<1> loaded(const float* row) {
-    Sums<1> sum;
-    sum.v[0][0] = load(row), sum.v[0][1] = load(row + 16);
-    return sum;
-}
-
-OPTKIT_AMX OPTKIT_INLINE void keep(float* row, const Sums<1>& sum) {
-    _mm512_storeu_ps(row, sum.v[0][0]);
-    _mm512_storeu_ps(row + 16, sum.v[0][1]);
-}
-
 // What group g adds to the sums of the block's row r, the layer's row `row`; after the last group they are the output.
 OPTKIT_AMX OPTKIT_INLINE void add_group(const Linear& p, const Panel& panel, int64_t g, int64_t row, int64_t r, Block& b) {
     const int64_t column = g * PANEL, at = row * p.groups + g;
     const int32_t* offset = panel.offset + column;
-    const float* scale = panel.weight_scale + column;
     Accumulators<1> a;
     a.v[0][0] = load(b.products[r]) + load(offset);
     a.v[0][1] = load(b.products[r] + 16) + load(offset + 16);
-    Sums<1> sum = g > 0 ? loaded(b.sums[r]) : Sums<1>{};
-    add_scaled<1>(sum, a, p.scale + at, p.groups, load(scale), load(scale + 16));
+    Sums<1> sum{};
+    if (g > 0) sum.v[0][0] = load(b.sums[r]), sum.v[0][1] = load(b.sums[r] + 16);
+    add_scaled<1>(sum, a, p.scale + at, p.groups, scales<0>(panel, g), scales<1>(panel, g));
     if (panel.minimum) {
         const float* minimum = panel.minimum + column;
         add_minimums<1>(sum, p.sums + at, p.groups, load(minimum), load(minimum + 16));
     }
     if (g + 1 == p.groups) return store<1>(sum, p, panel.first, row);
-    keep(b.sums[r], sum);
+    _mm512_storeu_ps(b.sums[r], sum.v[0][0]);
+    _mm512_storeu_ps(b.sums[r] + 16, sum.v[0][1]);
 }
 
 template <bool TWO>
@@ -146,11 +136,9 @@ OPTKIT_AMX void block_of(const Linear& p, const Panel& panel, int64_t row, int64
 
 }  // namespace
 
-OPTKIT_AMX void linear_amx(const Linear& p, const Panel& of, int64_t row, int64_t rows) {
+OPTKIT_AMX void linear_amx(const Linear& p, const Panel& panel, int64_t row, int64_t rows) {
     const bool whole_tiles = p.groups == 1 || p.group_steps % TILE_STEPS == 0;
-    if (!whole_tiles || rows < FEWEST_ROWS) return linear_avx512(p, of, row, rows);
-    thread_local GrowingMemory scratch;
-    const Panel panel = with_offsets(p, of, scratch);
+    if (!whole_tiles || rows < FEWEST_ROWS) return linear_avx512(p, panel, row, rows);
     for (; rows > 0; row += ROWS, rows -= ROWS) {
         const int64_t now = std::min(rows, ROWS);
         now > TILE_ROWS ? block_of<true>(p, panel, row, now) : block_of<false>(p, panel, row, now);

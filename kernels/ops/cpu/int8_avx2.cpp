@@ -178,7 +178,7 @@ void linear_avx2(const Linear& p, const Panel& panel, int64_t row, int64_t rows)
 void linear_panels_avx2(const Linear& p, int64_t from, int64_t to, int64_t row, int64_t rows) {
     const Pairs x = widened_rows(p, row, rows);
     thread_local GrowingMemory scratch;
-    for (int64_t i = from; i < to; ++i) rows_of_panel(p, panel_of(p, i, scratch), x, row, rows);
+    for (int64_t i = from; i < to; ++i) rows_of_panel(p, panel_of(p, i, rows, scratch), x, row, rows);
 }
 
 }  // namespace optkit

@@ -27,7 +27,7 @@ OPTKIT_AVX512 OPTKIT_INLINE void step(Accumulators<R>& a, const uint8_t* const* 
         ahead.at += ahead.step;
     }
     const __m512i w0 = _mm512_loadu_si512(w), w1 = _mm512_loadu_si512(w + 64);
-#pragma GCC unroll 13
+#pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
         const bool ones = ZERO_POINT && r == R - 1;
         const __m512i x = ones ? _mm512_set1_epi8(-128) : broadcast(q[r / 3] + stride * (r % 3) + k);
@@ -74,34 +74,33 @@ OPTKIT_AVX512 OPTKIT_INLINE void accumulate(Accumulators<R>& a, const uint8_t* q
         }
 }
 
-// One group, less the zero point of the activations. A tile alone with its panel multiplies 128 as one more row; tiles that
-// share a panel, AHEAD, start at the panel's offsets.
-template <int R, bool AHEAD>
-OPTKIT_AVX512 OPTKIT_INLINE void accumulate_group(Accumulators<R>& a, const uint8_t* q, int64_t stride, const int8_t* w,
-                                                  int64_t steps, const int32_t* offset, Ahead& ahead) {
-    if constexpr (AHEAD) {
-        start<R>(a, load(offset), load(offset + 16));
-        accumulate<R, true>(a, q, stride, w, steps, ahead);
-        return;
-    }
-    Accumulators<R + 1> b;
-    start<R + 1>(b, Lanes{}, Lanes{});
-    accumulate<R + 1, false, true>(b, q, stride, w, steps, ahead);
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {
-        a.v[r][0] = b.v[r][0] - b.v[R][0];
-        a.v[r][1] = b.v[r][1] - b.v[R][1];
-    }
-}
-
 template <int R, bool AHEAD>
 OPTKIT_AVX512 void tile(const Linear& p, const Panel& panel, int64_t row, Ahead ahead) {
     expect<R>(p, panel.first, row);
     Accumulators<R> a;
-    accumulate_group<R, AHEAD>(a, p.q + row * p.q_stride, p.q_stride, panel.weight, p.steps, panel.offset, ahead);
+    start<R>(a, load(panel.offset), load(panel.offset + 16));
+    accumulate<R, AHEAD>(a, p.q + row * p.q_stride, p.q_stride, panel.weight, p.steps, ahead);
     Sums<R> sum{};
-    add_scaled<R>(sum, a, p.scale + row, 1, load(panel.weight_scale), load(panel.weight_scale + 16));
+    add_scaled<R>(sum, a, p.scale + row, 1, scales<0>(panel, 0), scales<1>(panel, 0));
     store<R>(sum, p, panel.first, row);
+}
+
+// Few rows wait for memory, and with small groups the offsets are a tenth of it. So they are computed from the
+// weights at hand, as one more row of activations, rather than read.
+constexpr int OFFSET_ROWS = 4;
+
+template <int R>
+OPTKIT_AVX512 OPTKIT_INLINE void accumulate_group(Accumulators<R>& a, const uint8_t* q, int64_t stride, const int8_t* w,
+                                                  int64_t steps) {
+    Accumulators<R + 1> b;
+    start<R + 1>(b, Lanes{}, Lanes{});
+    Ahead none{};
+    accumulate<R + 1, false, true>(b, q, stride, w, steps, none);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+        a.v[r][0] = b.v[r][0] - b.v[R][0];
+        a.v[r][1] = b.v[r][1] - b.v[R][1];
+    }
 }
 
 template <int R, bool AHEAD, bool MINIMUM>
@@ -111,11 +110,16 @@ OPTKIT_AVX512 void grouped_tile(const Linear& p, const Panel& panel, int64_t row
     expect<R>(p, panel.first, row);
     Sums<R> sum{};
     for (int64_t g = 0; g < p.groups; ++g) {
-        const float* scale = panel.weight_scale + g * PANEL;
+        const int32_t* offset = panel.offset + g * PANEL;
         Accumulators<R> a;
-        accumulate_group<R, AHEAD>(a, q, p.q_stride, w, p.group_steps, panel.offset + g * PANEL, ahead);
+        if (!AHEAD && R <= OFFSET_ROWS) {
+            accumulate_group<R>(a, q, p.q_stride, w, p.group_steps);
+        } else {
+            start<R>(a, load(offset), load(offset + 16));
+            accumulate<R, AHEAD>(a, q, p.q_stride, w, p.group_steps, ahead);
+        }
         const int64_t at = row * p.groups + g;
-        add_scaled<R>(sum, a, p.scale + at, p.groups, load(scale), load(scale + 16));
+        add_scaled<R>(sum, a, p.scale + at, p.groups, scales<0>(panel, g), scales<1>(panel, g));
         if (MINIMUM) {
             const float* minimum = panel.minimum + g * PANEL;
             add_minimums<R>(sum, p.sums + at, p.groups, load(minimum), load(minimum + 16));
@@ -129,7 +133,7 @@ OPTKIT_AVX512 void grouped_tile(const Linear& p, const Panel& panel, int64_t row
 using Tile = void (*)(const Linear&, const Panel&, int64_t, Ahead);
 constexpr int ROWS = 12, GROUPED_ROWS = 6;
 
-// By height. Tiles of several to a panel are at least half as high as the highest, and look ahead.
+// By height. Several tiles to a panel look ahead; the lowest are of 13 rows cut in two, and of 5 with group scales.
 constexpr Tile TILES[2][ROWS] = {
     {tile<1, false>, tile<2, false>, tile<3, false>, tile<4, false>, tile<5, false>, tile<6, false>, tile<7, false>,
      tile<8, false>, tile<9, false>, tile<10, false>, tile<11, false>, tile<12, false>},
@@ -139,35 +143,18 @@ template <bool MINIMUM>
 constexpr Tile GROUPED_TILES[2][GROUPED_ROWS] = {
     {grouped_tile<1, false, MINIMUM>, grouped_tile<2, false, MINIMUM>, grouped_tile<3, false, MINIMUM>,
      grouped_tile<4, false, MINIMUM>, grouped_tile<5, false, MINIMUM>, grouped_tile<6, false, MINIMUM>},
-    {nullptr, nullptr, grouped_tile<3, true, MINIMUM>, grouped_tile<4, true, MINIMUM>, grouped_tile<5, true, MINIMUM>,
+    {nullptr, grouped_tile<2, true, MINIMUM>, grouped_tile<3, true, MINIMUM>, grouped_tile<4, true, MINIMUM>, grouped_tile<5, true, MINIMUM>,
      grouped_tile<6, true, MINIMUM>}};
 
 }  // namespace
 
-OPTKIT_AVX512 Panel with_offsets(const Linear& p, Panel panel, GrowingMemory& memory) {
-    if (panel.offset) return panel;
-    auto* offset = memory.at_least<int32_t>(p.groups * PANEL);
-    panel.offset = offset;
-    const int8_t* weight = panel.weight;
-    Ahead none{};
-    for (int64_t g = 0; g < p.groups; ++g, weight += p.group_steps * STEP_BYTES, offset += PANEL) {
-        Accumulators<1> a;
-        start<1>(a, Lanes{}, Lanes{});
-        accumulate<1, false, true>(a, p.q, 0, weight, p.group_steps, none);
-        _mm512_storeu_si512(offset, reinterpret_cast<__m512i>(Lanes{} - a.v[0][0]));
-        _mm512_storeu_si512(offset + 16, reinterpret_cast<__m512i>(Lanes{} - a.v[0][1]));
-    }
-    return panel;
-}
-
-void linear_avx512(const Linear& p, const Panel& of, int64_t row, int64_t rows) {
-    thread_local GrowingMemory scratch;
-    const bool grouped = p.groups > 1 || of.minimum;
+void linear_avx512(const Linear& p, const Panel& panel, int64_t row, int64_t rows) {
+    const bool grouped = p.groups > 1 || panel.minimum;
     const int64_t most = grouped ? GROUPED_ROWS : ROWS;
     // As few tiles as possible, of nearly equal height. One alone is read as fast as memory gives; of several only
     // the first would wait for memory, so each asks for its share of the next panel.
-    const int64_t count = divide_up(rows, most);
-    const Panel panel = count > 1 ? with_offsets(p, of, scratch) : of;
+    int64_t count = divide_up(rows, most);
+    if (grouped && count == 1 && rows > OFFSET_ROWS) count = 2;  // arithmetic takes longer than memory: look ahead
     const Tile* tiles = panel.minimum ? GROUPED_TILES<true>[count > 1] :
                         grouped       ? GROUPED_TILES<false>[count > 1] :
                                         TILES[count > 1];

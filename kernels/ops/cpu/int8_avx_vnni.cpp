@@ -4,7 +4,6 @@
 // bytes of a row. One or two rows take a whole panel, so that decode reads memory strictly forward.
 //
 // Written without a CPU that has the instructions: the tests run the kernel emulated, its speed was not measured.
-#include "scratch.h"
 #include "ymm_tile.h"
 
 #ifdef OPTKIT_AVX_VNNI
@@ -36,27 +35,14 @@ OPTKIT_AVX_VNNI OPTKIT_INLINE void accumulate(Lanes (&a)[R][C], const uint8_t* q
     }
 }
 
-// One group of one or two rows, less the zero point of the activations: 128 is multiplied as one more row.
-template <int R, int C>
-OPTKIT_AVX_VNNI OPTKIT_INLINE void accumulate_few(Lanes (&a)[R][C], const uint8_t* q, int64_t stride, const int8_t* w,
-                                                  int64_t steps) {
-    Lanes b[R + 1][C] = {};
-    accumulate<R + 1, C, true>(b, q, stride, w, steps);
-#pragma GCC unroll 2
-    for (int r = 0; r < R; ++r)
+// One row waits for memory, and with small groups the offsets are a tenth of it. So they are computed from the weights at
+// hand, as one more row of activations, rather than read.
+template <int C>
+OPTKIT_AVX_VNNI OPTKIT_INLINE void accumulate_row(Lanes (&a)[1][C], const uint8_t* q, const int8_t* w, int64_t steps) {
+    Lanes b[2][C] = {};
+    accumulate<2, C, true>(b, q, 0, w, steps);
 #pragma GCC unroll 4
-        for (int c = 0; c < C; ++c) a[r][c] = b[r][c] - b[R][c];
-}
-
-// The offsets of a panel's groups, [groups][PANEL], for tiles that share the panel.
-OPTKIT_AVX_VNNI void group_offsets(const Linear& p, const int8_t* w, int32_t* offset) {
-    for (int64_t g = 0; g < p.groups; ++g, w += p.group_steps * STEP_BYTES, offset += PANEL) {
-        Lanes sums[1][WHOLE] = {};
-        accumulate<1, WHOLE, true>(sums, p.q, 0, w, p.group_steps);
-#pragma GCC unroll 4
-        for (int c = 0; c < WHOLE; ++c)
-            _mm256_storeu_si256(reinterpret_cast<__m256i*>(offset + c * COLUMNS), (__m256i)(Lanes{} - sums[0][c]));
-    }
+    for (int c = 0; c < C; ++c) a[0][c] = b[0][c] - b[1][c];
 }
 
 // R rows of the C registers from output channel `column` of the panel on.
@@ -69,8 +55,8 @@ OPTKIT_AVX_VNNI void tile(const Linear& p, const Panel& panel, int64_t column, i
     for (int64_t g = 0; g < p.groups; ++g, q += p.group_steps * STEP, w += p.group_steps * STEP_BYTES) {
         const int64_t at = g * PANEL + column;
         Lanes a[R][C];
-        if constexpr (C == WHOLE) {
-            accumulate_few<R, C>(a, q, p.q_stride, w, p.group_steps);
+        if constexpr (R == 1) {
+            accumulate_row<C>(a, q, w, p.group_steps);
         } else {
 #pragma GCC unroll 6
             for (int r = 0; r < R; ++r)
@@ -99,15 +85,8 @@ constexpr Tile HALVES[ROWS] = {nullptr, nullptr, tile<3, HALF>, tile<4, HALF>, t
 
 }  // namespace
 
-void linear_avx_vnni(const Linear& p, const Panel& of, int64_t row, int64_t rows) {
-    if (rows <= WHOLE_ROWS) return WHOLES[rows - 1](p, of, 0, row);
-    thread_local GrowingMemory scratch;
-    Panel panel = of;
-    if (!panel.offset) {
-        auto* offset = scratch.at_least<int32_t>(p.groups * PANEL);
-        group_offsets(p, panel.weight, offset);
-        panel.offset = offset;
-    }
+void linear_avx_vnni(const Linear& p, const Panel& panel, int64_t row, int64_t rows) {
+    if (rows <= WHOLE_ROWS) return WHOLES[rows - 1](p, panel, 0, row);
     for (int64_t left = divide_up(rows, ROWS); left > 0; --left) {  // tiles of nearly equal height
         const int64_t now = divide_up(rows, left);
         for (int64_t column = 0; column < PANEL && panel.first + column < p.n; column += HALF * COLUMNS)

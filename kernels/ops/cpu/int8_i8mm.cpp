@@ -186,7 +186,7 @@ void linear_panels_i8mm(const Linear& p, int64_t from, int64_t to, int64_t row, 
     const PairedRows x = rows <= DOT_ROWS ? PairedRows{} : paired(p, row, rows);
     thread_local GrowingMemory scratch;
     for (int64_t i = from; i < to; ++i) {
-        const Panel panel = panel_of(p, i, scratch);
+        const Panel panel = panel_of(p, i, rows, scratch);
         if (rows <= DOT_ROWS)
             linear_neon(p, panel, row, rows);
         else

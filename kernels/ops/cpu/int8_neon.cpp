@@ -1,7 +1,7 @@
 // int8 linear layers with the dot products of Armv8.2 (FEAT_DotProd); see int8.cpp for the layout and the arithmetic.
 //
 // sdot multiplies signed bytes. So activations lose their zero point as they are loaded, by a flip of the top bit, and
-// accumulators start at zero: the sums are the same integers. 16 bytes of a step are 4 output
+// accumulators start at zero rather than at `offset`: the sums are the same integers. 16 bytes of a step are 4 output
 // channels of 4 input channels each, and one lane of a register of activations, which holds 4 steps, multiplies them.
 //
 // A tile is R rows x a panel up to 3 rows, and R rows x half a panel up to 6: 24 of 32 registers accumulate, R hold

@@ -61,7 +61,7 @@ void for_rows(int64_t rows, int64_t columns, int threads, const Row& row_of) {
 }
 
 // The piece of a packed weight from channel `first` on: `k` channels of `n` rows.
-int64_t piece_bytes(int64_t n, int64_t k) { return optkit_w8_bytes(n, k); }
+int64_t piece_bytes(int64_t n, int64_t k) { return optkit_w8_bytes(n, k, 1); }
 
 // float(sum) of `count` elements as int32, in place or added to `out`.
 void add_sums(const float* sums, int32_t* out, int64_t count, bool first) {
@@ -104,7 +104,7 @@ OPTKIT_API void optkit_pack_w8_pieces(const int8_t* weight, uint8_t* blob, int64
         const int64_t count = std::min(MOST_CHANNELS, k - first);
         auto* piece = copied.at_least<int8_t>(n * count);
         for (int64_t row = 0; row < n; ++row) std::copy_n(weight + row * k + first, count, piece + row * count);
-        optkit_pack_w8(piece, blob, n, count, threads);
+        optkit_pack_w8(piece, blob, n, count, 1, threads);
         blob += piece_bytes(n, count);
     }
 }

@@ -14,8 +14,8 @@ FUNCTION(int, isa, void)
 FUNCTION(const char*, isa_name, int number)
 FUNCTION(int, isa_measured, int number)
 FUNCTION(int, set_isa, int wanted)
-FUNCTION(int64_t, w8_bytes, int64_t n, int64_t k)
-FUNCTION(void, pack_w8, const int8_t* weight, uint8_t* blob, int64_t n, int64_t k, int threads)
+FUNCTION(int64_t, w8_bytes, int64_t n, int64_t k, int64_t groups)
+FUNCTION(void, pack_w8, const int8_t* weight, uint8_t* blob, int64_t n, int64_t k, int64_t groups, int threads)
 FUNCTION(int64_t, w4_bytes, int64_t n, int64_t k, int64_t groups, int half, int levels)
 FUNCTION(void, pack_w4, const uint8_t* codes, const void* scale, const void* low, uint8_t* blob, int64_t n, int64_t k,
          int64_t groups, int half, int levels, int threads)
@@ -120,4 +120,4 @@ KERNEL(void, attention, const float* q, const float* k, const float* v, void* k_
        const int32_t* seq_lens, const int32_t* block_tables, int64_t tokens, int64_t sequences, int64_t table_width,
        int64_t block_size, int64_t q_token, int64_t q_head, int64_t k_token, int64_t k_head, int64_t v_token,
        int64_t v_head, int heads, int kv_heads, int dim, int v_dim, int64_t window, int64_t chunk, float scale,
-       float softcap, float sparse_cover, int64_t sparse_from, int int8_cache)
+       float softcap, float sparse_cover, int64_t sparse_from, int int8_cache, const int64_t* positions)

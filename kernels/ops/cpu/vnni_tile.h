@@ -4,15 +4,10 @@
 
 #include "dispatch.h"
 #include "int8.h"
-#include "scratch.h"
 
 #if OPTKIT_X86
 
 namespace optkit {
-
-// `panel` with the offsets of its groups, computed into `memory` unless it has them.
-Panel with_offsets(const Linear& p, Panel panel, GrowingMemory& memory);
-
 namespace {
 
 // Not __m512i, which is 64-bit lanes to gcc: it would copy every accumulator in every step.
@@ -26,6 +21,14 @@ struct Accumulators {
 OPTKIT_AVX512 OPTKIT_INLINE Lanes load(const int32_t* p) { return reinterpret_cast<Lanes>(_mm512_loadu_si512(p)); }
 
 OPTKIT_AVX512 OPTKIT_INLINE __m512 load(const float* p) { return _mm512_loadu_ps(p); }
+
+// Half of the 32 weight scales of group `g`.
+template <int WHICH>
+OPTKIT_AVX512 OPTKIT_INLINE __m512 scales(const Panel& panel, int64_t g) {
+    const int64_t at = g * PANEL + 16 * WHICH;
+    if (!panel.half) return load(panel.weight_scale + at);
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(panel.half + at)));
+}
 
 OPTKIT_AVX512 OPTKIT_INLINE Lanes dot(Lanes a, __m512i u8, __m512i s8) {
     return reinterpret_cast<Lanes>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(a), u8, s8));

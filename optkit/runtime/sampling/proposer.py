@@ -33,9 +33,10 @@ class SpeculationStats:
     num_draft_tokens: int = 0
     accepted_per_pos: list[int] = field(default_factory=list)
 
-    def count(self, num_drafted: int, num_accepted: int) -> None:
+    def count(self, num_drafted: int, num_accepted: int, num_guesses: int = 0) -> None:
+        """Count a draft of ``num_drafted`` places, a tree with ``num_guesses`` tokens at them."""
         self.num_drafts += 1
-        self.num_draft_tokens += num_drafted
+        self.num_draft_tokens += num_guesses or num_drafted
         self.accepted_per_pos += [0] * (num_drafted - len(self.accepted_per_pos))
         for place in range(num_accepted):
             self.accepted_per_pos[place] += 1
@@ -79,7 +80,7 @@ class Lengths:
         """The numbers for the requests of a decode step."""
         base = StepWork()
         for request in requests:
-            base += chunk_work(1, request.num_computed, rows=1)
+            base += chunk_work(1, request.num_held, rows=1)
         step = self.cost.seconds(base)
         return [self._choose(request, base, step, len(requests), seconds_per_token) for request in requests]
 
@@ -88,7 +89,7 @@ class Lengths:
     ) -> int:
         record = self._records.setdefault(request.request_id, _Record())
         one_more = (
-            self.cost.seconds(base + chunk_work(1, len(request.token_ids), rows=1)) - step + seconds_per_token
+            self.cost.seconds(base + chunk_work(1, request.num_held + 1, rows=1)) - step + seconds_per_token
         )
         price = one_more * num_requests / max(step, 1e-9)  # tokens of the batch in that time
         chance = self._chance(record)
@@ -129,9 +130,9 @@ class Speculator:
         wanted = self.lengths.choose(requests, self.source.seconds_per_token)
         return self.source.draft(requests, [max(0, min(pair)) for pair in zip(wanted, limits, strict=True)])
 
-    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        self.stats.count(num_drafted, num_accepted)
-        self.lengths.observe(request, num_drafted, num_accepted)
+    def observe(self, request: Request, draft: tuple[int, ...], tokens: tuple[int, ...]) -> None:
+        self.stats.count(len(draft), len(tokens) - 1)
+        self.lengths.observe(request, len(draft), len(tokens) - 1)
 
     def finished(self, request: Request) -> None:
         self.lengths.finished(request)
