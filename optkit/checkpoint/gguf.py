@@ -122,12 +122,13 @@ def refuse_cut(file: Path) -> None:
     Raises:
         UserError: the header or a tensor goes on behind the end of the file.
     """
+    need_extra("formats", "reading GGUF")
     from gguf import GGUFReader
 
     try:
         GGUFReader(file)
     except (IndexError, ValueError) as error:  # of numpy, about slices behind the end
-        if "reshape" in str(error) or "out of bounds" in str(error):
+        if any(words in str(error) for words in ("reshape", "out of bounds", "larger dtype")):
             raise UserError(
                 f"the file is damaged, or its end is missing: {' '.join(str(error).split())[:200]}",
                 where=str(file),

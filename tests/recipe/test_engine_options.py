@@ -65,6 +65,7 @@ EFFECTIVE = {
     ("Rolling", "block_size"),
     ("GenerationRequest", "rolling_window"),  # a request's own choice
     ("GenerationRequest", "sink_tokens"),
+    ("SpeculativeConfig", "num_speculative_tokens"),  # of --speculative-config, in vLLM's words
 }
 
 

@@ -61,7 +61,7 @@ def mentions(hint: Any, wanted: type) -> bool:
 
 def hints_of(hop: Any) -> tuple[list[Any], Any]:
     """The types that a function takes and gives; a class takes and holds the types of its fields."""
-    for_checkers_only = {"Node": object, "Positions": object}
+    for_checkers_only = {"Node": object, "Positions": object, "TokenCounts": object}
     hints = get_type_hints(hop, localns=for_checkers_only)
     if inspect.isclass(hop):
         return list(hints.values()), hop
