@@ -138,6 +138,7 @@ class ClusterControl:
         self._open = {version: _is_open(present.versions.get(version)) for version in (self.old, self.new)}
         self._named: list[str] = []  # replicas to drain, as far as Serve has not chosen
         self._exam: dict[str, Any] | None = None
+        self._shown: Mapping[str, Mapping[str, Any]] = {}  # the dashboard's last answer
         self._heard = time.monotonic()
         self._views: Sequence[ReplicaView] = []
         self._serving: set[str] = set()  # new replicas that were seen to serve
@@ -147,21 +148,33 @@ class ClusterControl:
     # -- the fleet --------------------------------------------------------------------------------------
 
     async def view(self) -> Sequence[ReplicaView]:
-        """The replicas as Serve shows them, with the effect of all actions so far."""
-        try:
-            applications = await asyncio.to_thread(self._cluster.applications)
-        except NoAnswer:
-            if time.monotonic() - self._heard > SILENCE_SECONDS:
-                raise
-            return self._views
-        self._heard = time.monotonic()
+        """The replicas as Serve shows them, with the effect of all actions so far.
+
+        Without an answer of the dashboard they are those of the last answer, with the actions since: a replica that was
+        told to go is not counted on.
+        """
+        is_new = await self._ask()
         self._views = [
             view
             for version in (self.old, self.new)
-            for view in self._version(version, applications.get(self._apps[version]["name"]))
+            for view in self._version(version, self._shown.get(self._apps[version]["name"]))
         ]
-        self._watch(applications.get(self._apps[self.new]["name"]))
+        if is_new:
+            self._watch(self._shown.get(self._apps[self.new]["name"]))
         return self._views
+
+    async def _ask(self) -> bool:
+        """Take what the dashboard shows; False where it does not answer and has answered not long ago."""
+        try:
+            self._shown = await asyncio.to_thread(self._cluster.applications)
+        except NoAnswer:
+            if self._shown and time.monotonic() - self._heard <= SILENCE_SECONDS:
+                return False
+            if self._shown:
+                raise
+            self._shown = await _patiently(self._cluster.applications)
+        self._heard = time.monotonic()
+        return True
 
     def _version(self, version: str, details: Mapping[str, Any] | None) -> list[ReplicaView]:
         """The replicas of a version: Serve's, less those told to go, and those told to come."""
