@@ -39,6 +39,7 @@ PASSES: dict[str, str] = {
     "kv_int8": "optkit.passes.kv_int8:KVInt8",
     "kv_fp8": "optkit.passes.kv_fp8:KVFP8",
     "sparse_prefill": "optkit.passes.sparse_prefill:SparsePrefill",
+    "kv_select": "optkit.passes.kv_select:KVSelect",
     "compile": "optkit.passes.compile:Compile",
     "tensor_parallel": "optkit.passes.tensor_parallel:TensorParallel",
     "bake_prefix": "optkit.passes.bake_prefix:BakePrefix",

@@ -4,7 +4,7 @@ A function defines the meaning of an op; a faster kernel is right when the resul
 name here. Norms and gates are written in ``reference_pointwise``, linear layers on integer weights in
 ``reference_linear``, mixtures of experts in ``reference_experts``, float8 in ``reference_fp8``, RoPE, the KV cache and
 attention in ``reference_attention``, convolutions and scans with a recurrent state in ``reference_recurrent``, the
-ops of tensor-parallel ranks in ``reference_collectives``. The functions run on any device. Under
+ops of tensor-parallel ranks in ``reference_collectives``, attention over selected blocks in ``reference_selection``. The functions run on any device. Under
 ``torch.device("meta")`` the functions compute shapes only, for the verifier and the cost model.
 
 Layout rules: activations are token-major, ``[T, ...]`` for the T tokens of the flattened batch; a linear weight is
@@ -107,6 +107,14 @@ from optkit.kernels.reference_recurrent import (  # noqa: F401
     ssd_scan,
 )
 from optkit.kernels.reference_sampling import sample  # noqa: F401
+from optkit.kernels.reference_selection import (  # noqa: F401
+    BOUNDS_SPAN,
+    bounds_of,
+    bounds_token_bytes,
+    key_bounds,
+    selected_attention,
+    selects,
+)
 
 
 def embedding(weight: Tensor, ids: Tensor) -> Tensor:

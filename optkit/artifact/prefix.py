@@ -61,7 +61,7 @@ class LayoutEntry(Schema):
     block_size: Annotated[int, Field(ge=1, le=1024)]
     dtype: Name
     groups: Annotated[list[GroupEntry], Field(min_length=1, max_length=4096)]
-    slots: Annotated[list[Annotated[list[Size], Field(max_length=2)]], Field(max_length=4096)]
+    slots: Annotated[list[Annotated[list[Size], Field(max_length=3)]], Field(max_length=4096)]
 
 
 class PromptEntry(Schema):

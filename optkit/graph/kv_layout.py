@@ -19,6 +19,8 @@ Its pool is a view of the buffer with f times the blocks, so its tables and slot
 contiguous. Layers with other ratios of bytes have no common pool: all are in one group then and keep all tokens
 (``KVLayout.reason`` states the reason).
 
+Bounds of keys (``KVSpec.bounds``) are a third buffer of a slot.
+
 The number of slots decides how many groups there are and how many rows stay empty in the last group of a window. The
 choice has the least sum of both, since an empty row costs memory and a group costs time in each step.
 
@@ -35,7 +37,7 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-from optkit.graph.states import KV_DTYPES, KVSpec, StateSpec, kv_of, recurrent_of, unwritten_zeros
+from optkit.graph.states import KVSpec, StateSpec, kv_of, recurrent_of, unwritten_zeros
 
 TABLE_INPUTS = ("slot_mapping", "block_tables")  # the graph inputs with the places of KV
 RECURRENT_REASON = "a recurrent state that is computed again reads all tokens"
@@ -59,7 +61,7 @@ ONE_GROUP = (KVGroup(),)  # block tables of a model whose layers all read alike
 
 @dataclass(frozen=True)
 class KVLayout:
-    """The groups of a model and the bytes of a token in each slot's buffers, (K, V) or, of latent KV, one number.
+    """The groups of a model and the bytes of a token in each slot's buffers: (K, V), (K, V, bounds) or, of latent KV, one.
 
     ``reason`` tells why layers with windows keep all tokens, or is empty.
     """
@@ -111,8 +113,8 @@ class KVLayout:
         for group in self.groups:
             for index, spec in enumerate(group.layers):
                 slot, part = divmod(index, group.fraction)
-                dims = zip(spec.inputs, buffers[slot], spec.row_dims, strict=True)
-                pools |= {name: view(raw, spec, dim, block_size)[part:] for name, raw, dim in dims}
+                views = [pool[part:] for pool in spec.views(buffers[slot], block_size)]
+                pools |= zip(spec.inputs, views, strict=True)
         return pools
 
     def bytes_of(self, group: int, block_size: int) -> list[slice]:
@@ -144,12 +146,6 @@ def table_inputs(group: int) -> tuple[str, ...]:
     return tuple(f"{name}_{group}" if group else name for name in TABLE_INPUTS)
 
 
-def view(buffer: Tensor, spec: KVSpec, dim: int, block_size: int) -> Tensor:
-    """``buffer`` as a pool [blocks, block_size, Hkv, D] of the type of ``spec``."""
-    dtype, extra = KV_DTYPES[spec.dtype]
-    return buffer.view(dtype).view(-1, block_size, spec.num_kv_heads, dim + extra)
-
-
 def kv_layout(states: Iterable[StateSpec]) -> KVLayout:
     """The groups of a model's layers, by window."""
     states = tuple(states)
@@ -179,12 +175,12 @@ def layout_of(states: Iterable[StateSpec], windows: tuple[int, ...]) -> KVLayout
 def one_group(states: Iterable[StateSpec], window: int = 0, reason: str = "") -> KVLayout:
     """All layers in one group: each has a slot of its own."""
     specs = kv_of(states)
-    return KVLayout((KVGroup(window, specs),), tuple(map(row_bytes, specs)), reason)
+    return KVLayout((KVGroup(window, specs),), tuple(spec.pool_bytes for spec in specs), reason)
 
 
 def packed(kinds: dict[int, list[KVSpec]]) -> KVLayout | None:
     """The layers of several windows in a common pool; None where their bytes do not fit together."""
-    sizes = {window: set(map(row_bytes, specs)) for window, specs in kinds.items()}
+    sizes = {window: {spec.pool_bytes for spec in specs} for window, specs in kinds.items()}
     if any(len(found) > 1 for found in sizes.values()):
         return None
     of = {window: found.pop() for window, found in sizes.items()}
@@ -206,9 +202,3 @@ def cost_of(rows: Sequence[int], slots: int) -> int:
     """Rows that stay empty and groups, with so many slots, for kinds of layers that take ``rows`` each."""
     groups = [-(-count // slots) for count in rows]
     return sum(groups) * slots - sum(rows) + sum(groups)
-
-
-def row_bytes(spec: KVSpec) -> tuple[int, ...]:
-    """Bytes of a token in each pool."""
-    dtype, extra = KV_DTYPES[spec.dtype]
-    return tuple(spec.num_kv_heads * (dim + extra) * dtype.itemsize for dim in spec.row_dims)

@@ -32,6 +32,7 @@ class KVEntry(Schema):
     dtype: Literal[tuple(KV_DTYPES)] = "float32"  # type: ignore[valid-type]
     window: Annotated[int, Field(ge=0, le=MAX_LENGTH)] = 0
     latent: bool = False
+    bounds: bool = False
 
 
 class KVState(KVEntry):

@@ -20,7 +20,7 @@ from optkit.graph.kv_layout import kv_layout
 from optkit.graph.operand_check import check_call
 from optkit.graph.ops.aten import is_creator
 from optkit.graph.ops.operands import expect
-from optkit.graph.states import STATE_SLOTS, named_pools
+from optkit.graph.states import PROMPT_LENS, STATE_SLOTS, has_bounds, named_pools
 
 SPLIT, MAX_PARTS = ops.aten("split.Tensor"), 4096
 MAX_ELEMENTS = 1 << 40
@@ -160,5 +160,7 @@ def meta_inputs(graph: Graph, point: Point, block_size: int) -> dict[str, Tensor
     if graph.meta.recurrent_specs:
         inputs[STATE_SLOTS] = torch.empty(point.sequences, **int32)
     states = graph.meta.states
+    if has_bounds(states):
+        inputs[PROMPT_LENS] = torch.empty(point.sequences, **int32)
     inputs |= {name: inputs[base] for name, base in kv_layout(states).further_inputs.items()}
     return inputs | named_pools(states, blocks * point.sequences, block_size, point.sequences + 1, "meta")

@@ -4,7 +4,7 @@ Each kind names the graph inputs of a layer's pools, and gives pools and bytes b
 
 - ``KVSpec``: K and V of every token, in blocks (``token_bytes`` for each token). With a ``window`` only the blocks
   within reach of a later query are needed (``optkit.graph.kv_layout`` has the tables of blocks). ``latent`` KV has
-  one pool for both.
+  one pool for both. With ``bounds`` a layer has one pool more.
 - ``RecurrentSpec``: a tensor of a fixed shape for each sequence (``sequence_bytes`` at any length), in a *slot* of the
   pool. Convolutions keep the last inputs, linear attention and state-space layers the recurrent state.
 
@@ -27,9 +27,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from optkit.kernels.reference import KV_SCALE_BYTES
+from optkit.kernels.reference import KV_SCALE_BYTES, bounds_token_bytes
 
 STATE_SLOTS = "state_slots"
+PROMPT_LENS = "prompt_lens"  # [S] int32, tokens of each sequence's prompt, where keys have bounds
 
 # The storage of a token's head in KV pools: the dtype, and the elements of a row besides the D values.
 KV_DTYPES = {
@@ -54,6 +55,9 @@ class KVSpec:
 
     ``latent`` KV has no pool of V: the first v_head_dim channels of a key are the value (multi-head latent attention,
     arXiv 2405.04434).
+
+    With ``bounds`` there is a pool [blocks, block_size, bytes] int8 with bounds of the keys
+    (``reference.selected_attention``).
     """
 
     layer: int
@@ -63,18 +67,26 @@ class KVSpec:
     dtype: str = "float32"
     window: int = 0
     latent: bool = False
+    bounds: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in KV_DTYPES:
             raise ValueError(f"KV dtype {self.dtype!r:.80} is none of {', '.join(KV_DTYPES)}")
         if self.latent and self.v_head_dim > self.head_dim:
             raise ValueError(f"values of {self.v_head_dim} channels are no part of keys of {self.head_dim}")
+        if self.bounds and (self.window or self.latent):
+            raise ValueError("keys of a layer with a window, or of latent KV, have no bounds")
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """The graph inputs of the pools."""
         names = f"k_cache_{self.layer}", f"v_cache_{self.layer}"
-        return names[: len(self.row_dims)]
+        return names[: len(self.row_dims)] + self.bounds_inputs
+
+    @property
+    def bounds_inputs(self) -> tuple[str, ...]:
+        """The graph input of the pool of bounds; empty without."""
+        return (f"k_bounds_{self.layer}",) if self.bounds else ()
 
     @property
     def row_dims(self) -> tuple[int, ...]:
@@ -84,16 +96,30 @@ class KVSpec:
     @property
     def token_bytes(self) -> int:
         """Bytes of a token in all pools."""
+        return sum(self.pool_bytes)
+
+    @property
+    def pool_bytes(self) -> tuple[int, ...]:
+        """Bytes of a token in each pool."""
         dtype, extra = KV_DTYPES[self.dtype]
-        return self.num_kv_heads * sum(dim + extra for dim in self.row_dims) * dtype.itemsize
+        rows = tuple(self.num_kv_heads * (dim + extra) * dtype.itemsize for dim in self.row_dims)
+        return (*rows, bounds_token_bytes(self.num_kv_heads, self.head_dim)) if self.bounds else rows
+
+    def views(self, buffers: Sequence[Tensor], block_size: int) -> tuple[Tensor, ...]:
+        """Buffers of bytes [n, bytes of a block] as pools, one an input of ``inputs``."""
+        dtype, extra = KV_DTYPES[self.dtype]
+        rows = [(dtype, (self.num_kv_heads, dim + extra)) for dim in self.row_dims]
+        rows += [(torch.int8, self.pool_bytes[-1:])] * self.bounds
+        return tuple(
+            buffer.view(kind).view(-1, block_size, *shape) for buffer, (kind, shape) in zip(buffers, rows, strict=True)
+        )
 
     def pools(
         self, num_blocks: int, block_size: int, device: torch.device | str = "cpu"
     ) -> tuple[Tensor, ...]:
-        """Zeroed pools, one a row of ``row_dims``. On the CPU a page costs memory from the first write on."""
-        dtype, extra = KV_DTYPES[self.dtype]
-        shape = (num_blocks, block_size, self.num_kv_heads)
-        return tuple(unwritten_zeros((*shape, dim + extra), dtype, device) for dim in self.row_dims)
+        """Zeroed pools, one an input of ``inputs``. On the CPU a page costs memory from the first write on."""
+        sizes = [(num_blocks, block_size * size) for size in self.pool_bytes]
+        return self.views([unwritten_zeros(size, torch.uint8, device) for size in sizes], block_size)
 
 
 @dataclass(frozen=True)
@@ -148,10 +174,18 @@ def recurrent_of(states: Iterable[StateSpec]) -> tuple[RecurrentSpec, ...]:
 
 
 def state_inputs(states: Iterable[StateSpec]) -> tuple[str, ...]:
-    """The graph inputs of the pools of ``states``, and ``state_slots`` where a state needs a slot."""
+    """The graph inputs of the pools of ``states``, ``state_slots`` where a state needs a slot, and ``prompt_lens``
+    where keys have bounds.
+    """
     states = tuple(states)
     names = [name for state in states for name in state.inputs]
-    return (*names, STATE_SLOTS) if recurrent_of(states) else tuple(names)
+    names += [STATE_SLOTS] * bool(recurrent_of(states)) + [PROMPT_LENS] * has_bounds(states)
+    return tuple(names)
+
+
+def has_bounds(states: Iterable[StateSpec]) -> bool:
+    """True where a layer keeps bounds of its keys."""
+    return any(spec.bounds for spec in kv_of(states))
 
 
 def token_bytes(states: Iterable[StateSpec]) -> int:

@@ -20,7 +20,7 @@ from optkit.kernels import reference
 MAX_VARIANTS = 4
 # A prefill, a decode, and the batch that lowering looks at (``programs.PROBE``), each with its block size.
 POINTS = ((Point(5, 2, 5), 16), (Point(2, 2, 33), 16), (Point(11, 3, 37), 5))
-POOLS = ("k_cache", "v_cache")
+POOLS = ("k_cache", "v_cache", "k_bounds")
 
 
 class VerifyError(Exception):
@@ -104,7 +104,7 @@ def check_attention(graph: Graph) -> None:
     """Each layer's pools are written by exactly one op, before any other op reads them."""
     expected = sorted(spec.inputs for spec in graph.meta.kv_specs)
     written: list[tuple[str, ...]] = []
-    for node in graph.calls(reference.attention, reference.rope_kv_write, reference.paged_attention):
+    for node in graph.calls(*ATTENTION, reference.rope_kv_write):
         pools = pools_of(node)
         if node.target is not reference.paged_attention:
             written.append(pools)
@@ -116,7 +116,8 @@ def check_attention(graph: Graph) -> None:
 
 def pools_of(node: fx.Node) -> tuple[str, ...]:
     """The names of the KV pools of an attention op."""
-    return tuple(str(a.target) for name in POOLS if isinstance(a := ops.argument(node, name), fx.Node))
+    names = [name for name in POOLS if name in ops.op_of(node).positions]
+    return tuple(str(a.target) for name in names if isinstance(a := ops.argument(node, name), fx.Node))
 
 
 def check_windows(graph: Graph) -> None:

@@ -20,6 +20,7 @@ from optkit.graph.ir import TWO_FOUR, Graph
 from optkit.graph.ops.operands import Role
 from optkit.graph.ops.record import Work
 from optkit.graph.shapes import Point, infer_shapes
+from optkit.kernels import reference
 from optkit.kernels.two_four import STORED
 
 if TYPE_CHECKING:
@@ -210,8 +211,9 @@ def attention(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point:
     ]
     new = point.tokens / point.sequences
     seen = point.context - (new - 1) / 2
-    window = ops.argument(node, "window") or point.context
-    if chunk := ops.argument(node, "chunk"):
+    budget, bounds = selected(node, values, point)
+    window = ops.op_of(node).option(node, "window") or budget or point.context
+    if chunk := ops.op_of(node).option(node, "chunk"):
         window = min(
             window, chunk / 2 if point.context > chunk else chunk
         )  # the mean over the places in a chunk
@@ -221,7 +223,19 @@ def attention(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point:
     per_token = sum(pool.shape[2] * pool.shape[3] * pool.element_size() for pool in pools)
     kv = point.sequences * min(point.context, window + new) * per_token
     flops = 2.0 * pairs * q.shape[1] * (q.shape[2] + v.shape[2])
-    return Cost(**products(flops, q), kv_bytes=kv)
+    return Cost(**products(flops, q), kv_bytes=kv + bounds)
+
+
+def selected(node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> tuple[int, float]:
+    """The tokens that a decode reads of a long context, and the bytes of bounds that choose them; 0 where it reads
+    all tokens.
+    """
+    if node.target is not reference.selected_attention or not point.is_decode:
+        return 0, 0.0
+    budget, least = (ops.argument(node, name) for name in ("budget", "min_context"))
+    if not reference.selects(point.context - 1, 0, 1, budget, least):
+        return 0, 0.0
+    return budget, float(point.sequences * point.context * values[ops.argument(node, "k_bounds")].shape[2])
 
 
 def spared_pairs(graph: Graph, node: fx.Node, context: float, new: float) -> float:

@@ -27,7 +27,7 @@ from optkit.graph.ops import op_name
 from optkit.graph.ops.aten import is_creator
 from optkit.graph.ops.attention import ATTENTION
 from optkit.graph.ops.record import Work
-from optkit.graph.states import KVSpec
+from optkit.graph.states import PROMPT_LENS, KVSpec, has_bounds
 from optkit.graph.stored import StoredTensor
 from optkit.graph.variants import SharedWeights
 from optkit.lowering import gpu_rewrites, kv_tables, precision
@@ -104,6 +104,7 @@ class Executable:
         self.states = meta.states
         self.kv_specs: list[KVSpec] = list(meta.kv_specs)
         self.further_inputs = kv_layout(meta.states).further_inputs
+        self.has_bounds = has_bounds(meta.states)
         self.vocab_size = meta.vocab_size
         self.max_model_len = meta.max_model_len
         self.device = next((b.device for b in self.module.buffers()), torch.device("cpu"))
@@ -158,6 +159,8 @@ class Executable:
         tokens = inputs["input_ids"].shape[0]
         if self.further_inputs:
             inputs = kv_tables.with_tables(inputs, self.further_inputs)
+        if self.has_bounds and PROMPT_LENS not in inputs:
+            inputs = {**inputs, PROMPT_LENS: inputs["seq_lens"]}  # all tokens are a prompt's
         return self.variant(tokens).run(inputs, tokens)
 
 

@@ -14,7 +14,15 @@ import numpy as np
 import torch
 
 from optkit.graph.kv_layout import ONE_GROUP, KVGroup, KVLayout, one_group, table_inputs
-from optkit.graph.states import STATE_SLOTS, KVSpec, StateSpec, recurrent_of, sequence_bytes
+from optkit.graph.states import (
+    PROMPT_LENS,
+    STATE_SLOTS,
+    KVSpec,
+    StateSpec,
+    has_bounds,
+    recurrent_of,
+    sequence_bytes,
+)
 from optkit.runtime.kv.pools import allocate_buffers, allocate_states, dtype_label
 from optkit.runtime.kv.windows import first_block
 from optkit.runtime.types import Batch, StateCopy
@@ -70,6 +78,7 @@ class ModelRunner:
         self.kv_dtype = dtype_label(model.kv_specs)
         self.weight_bytes, self.workspace_bytes = model.weight_bytes, model.workspace_bytes
         self.num_slots = num_slots if sequence_bytes(model.states) else 0
+        self.has_bounds = has_bounds(model.states)
         self.state_bytes = self.num_slots * sequence_bytes(model.states)
         self._buffers = allocate_buffers(self.layout, num_blocks, block_size, self.device)
         self.kv_pools = self.layout.pools(self._buffers, block_size)
@@ -99,7 +108,10 @@ class ModelRunner:
 
     def batch_inputs(self, batch: Batch) -> dict[str, np.ndarray]:
         """The flattened token batch, with the block tables of each group of layers."""
-        return batch_inputs(batch, self.block_size, self.layout.groups, self.num_blocks)
+        arrays = batch_inputs(batch, self.block_size, self.layout.groups, self.num_blocks)
+        if self.has_bounds:
+            arrays[PROMPT_LENS] = np.array([item.request.num_prompt for item in batch.items], np.int32)
+        return arrays
 
     def copy_states(self, copies: Sequence[StateCopy]) -> None:
         """Copy recurrent states from slot to slot, in order."""

@@ -35,7 +35,7 @@ class KVQuantization(Pass):
 
     def check(self, graph: Graph, ctx: PassContext) -> Plan:
         plan = Plan()
-        for node in graph.calls(reference.attention):
+        for node in graph.calls(reference.attention, reference.selected_attention):
             spec = spec_of(graph, node)
             name = f"layer {spec.layer}"
             reason = self.why_not(graph, node, spec, ctx)

@@ -13,9 +13,9 @@ from optkit.graph.ops.record import Op
 from optkit.graph.shapes import Point, meta_inputs
 from optkit.graph.states import KVSpec, RecurrentSpec
 
-SPEC = KVSpec(0, 2, 8, 8)
+SPEC = KVSpec(0, 2, 8, 8, bounds=True)
 SPECS = (SPEC, RecurrentSpec(0, "any", (1,)))
-BATCH = meta_inputs(Graph(fx.Graph(), {}, GraphMeta("", 8, 8, SPECS, "", "")), Point(5, 2, 33), 4)
+BATCH = meta_inputs(Graph(fx.Graph(), {}, GraphMeta("", 8, 8, SPECS, "", "")), Point(5, 2, 33), 8)
 # Two groups of 32 channels, codes of 4 bits, and heads of 8 channels, all of which rotate.
 SIZES = {"T": 5, "L": 2, "M": 5, "V": 9, "K": 64, "N": 16, "F": 64, "G": 2, "A": 2, "W": 8, "H": 4, "J": 2, "D": 8,
          "E": 8, "R": 8, "C": 5, "P": 3, "slots": 3}  # fmt: skip

@@ -30,11 +30,12 @@ def modules() -> tuple[ModuleType, ...]:
         recurrent,
         rope,
         sdpa,
+        selection,
         wna16,
     )
 
     first = int8, int4, wna16, experts, onednn, attention, sdpa, norms, gates
-    return *first, rope, gather, heads, recurrent, collectives
+    return *first, selection, rope, gather, heads, recurrent, collectives
 
 
 def kernels() -> tuple[Kernel, ...]:

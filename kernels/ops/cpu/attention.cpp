@@ -173,7 +173,8 @@ Sums part_of(const Problem& p, const Item& item, float* parts, int64_t split) {
 // Calls visit(j, row) for `count` tokens from position `begin`: row of the pool, counting heads.
 template <class Visit>
 OPTKIT_INLINE void each_key(const Problem& p, const Item& item, int64_t begin, int count, Visit visit) {
-    const int32_t* table = p.tables + item.sequence * p.table_width;
+    const int64_t owner = p.table_a_head ? int64_t(item.sequence) * p.kv_heads + item.kv_head : item.sequence;
+    const int32_t* table = p.tables + owner * p.table_width;
     int64_t block = begin / p.block_size, offset = begin % p.block_size;
     for (int j = 0; j < count; ++block, offset = 0) {
         int64_t row = (table[block] * p.block_size + offset) * p.kv_heads + item.kv_head;
@@ -316,18 +317,21 @@ void run_task(const Problem& p, Schedule& s, const Functions& f, const Task& tas
     if (__atomic_sub_fetch(&s.left[task.item], 1, __ATOMIC_ACQ_REL) == 0) f.merge(p, item, parts, scratch);
 }
 
+void write_all(const Problem& p, const Functions& f, int threads) {
+    const bool write_alone = p.tokens * p.kv_heads * (p.dim + (p.latent ? 0 : p.v_dim)) < kWritesAThread;
+    parallel_for(p.tokens, even_chunk(p.tokens, threads), write_alone ? 1 : threads, [&](int64_t first, int64_t last) {
+        for (int64_t t = first; t < last; ++t) f.write(p, t);
+    });
+}
+
 void run_alone(const Problem& p, Schedule& s, const Functions& f, float* parts) {
-    for (int64_t t = 0; p.slots && t < p.tokens; ++t) f.write(p, t);
+    if (p.slots) write_all(p, f, 1);
     Scratch scratch = scratch_of_thread(p, s.max_rows);
     for (const Task& task : s.tasks) run_task(p, s, f, task, parts, scratch);
 }
 
 void run_together(const Problem& p, Schedule& s, const Functions& f, float* parts, int threads) {
-    const bool write_alone = p.tokens * p.kv_heads * (p.dim + (p.latent ? 0 : p.v_dim)) < kWritesAThread;
-    const auto write = [&](int64_t first, int64_t last) {
-        for (int64_t t = first; t < last; ++t) f.write(p, t);
-    };
-    if (p.slots) parallel_for(p.tokens, even_chunk(p.tokens, threads), write_alone ? 1 : threads, write);
+    if (p.slots) write_all(p, f, threads);
     parallel_for(static_cast<int64_t>(s.tasks.size()), 1, threads, [&](int64_t first, int64_t last) {
         Scratch scratch = scratch_of_thread(p, s.max_rows);
         for (int64_t i = first; i < last; ++i) run_task(p, s, f, s.tasks[i], parts, scratch);
@@ -371,6 +375,11 @@ void attention(const AttentionArgs& args, int threads) {
         run_together(p, schedule, functions_in_use(), parts, threads);
     else
         run_alone(p, schedule, functions_in_use(), parts);
+}
+
+void write_to_cache(const AttentionArgs& args, int threads) {
+    const Problem p = problem_of(args);
+    write_all(p, functions_in_use(), threads);
 }
 
 }  // namespace optkit

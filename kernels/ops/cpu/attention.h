@@ -24,9 +24,13 @@ struct AttentionArgs {
     float sparse_cover;                                 // 0: dense; see attention_sparse.h
     int64_t sparse_from;                                // position of the first block of queries that may be sparse
     bool int8_cache;                                    // rows of D int8 and their float32 scale: D + 4 bytes
+    bool table_a_head = false;                          // tables are [S, Hkv, table_width]
 };
 
 // Writes K and V of the new tokens to the cache and attends, with at most so many threads.
 void attention(const AttentionArgs& args, int threads);
+
+// Writes K and V of the new tokens to the cache.
+void write_to_cache(const AttentionArgs& args, int threads);
 
 }  // namespace optkit

@@ -13,13 +13,24 @@ from typing import Any
 
 from torch import fx
 
-from optkit.graph.ops import attention, collectives, experts, fp8, gates, linear, norms, recurrent, rows
+from optkit.graph.ops import (
+    attention,
+    collectives,
+    experts,
+    fp8,
+    gates,
+    linear,
+    norms,
+    recurrent,
+    rows,
+    selection,
+)
 from optkit.graph.ops.aten import ATEN_OPS, SCALAR_OPS, aten
 from optkit.graph.ops.record import Op
 
 RECORDS: dict[str, Op] = {
     op.name: op
-    for module in (rows, linear, experts, fp8, norms, gates, attention, recurrent, collectives)
+    for module in (rows, linear, experts, fp8, norms, gates, attention, selection, recurrent, collectives)
     for op in module.OPS
 }
 OPS: dict[str, Any] = (

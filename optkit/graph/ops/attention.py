@@ -24,7 +24,7 @@ from optkit.graph.ops.operands import (
 from optkit.graph.ops.record import CPU, CUDA, PROGRAM, Op, Sharding, Work
 from optkit.kernels import reference
 
-ATTENTION = (reference.attention, reference.paged_attention)
+ATTENTION = (reference.attention, reference.paged_attention, reference.selected_attention)
 ROW_MAJOR = torch.contiguous_format
 MAX_HEAD_CHANNELS = 1 << 22  # of all heads of a token: attention keeps so many floats for a thread
 

@@ -144,6 +144,11 @@ def pool(name: str) -> TensorOperand:
     return TensorOperand(name, Role.CACHE, Source.POOL, Kind.KV, shape)
 
 
+def bounds(name: str) -> TensorOperand:
+    """A pool of bounds of keys of the graph's inputs."""
+    return TensorOperand(name, Role.CACHE, Source.POOL, Kind.INT8, ("blocks", "block_size", f"bytes_of_{name}"))
+
+
 def state(name: str, shape: str, kind: Kind = Kind.STATE) -> TensorOperand:
     """A pool of recurrent states [slots, *shape] of the graph's inputs, whose name begins with ``name``."""
     return TensorOperand(name, Role.STATE, Source.POOL, kind, ("slots", *shape.split()))

@@ -157,6 +157,10 @@ class Op:
             return node.args[position]
         return node.kwargs.get(name, self.defaults[name])
 
+    def option(self, node: fx.Node, name: str) -> Any:
+        """The argument of operand ``name`` in a call; None for an op without the operand."""
+        return self.argument(node, name) if name in self.positions else None
+
     def with_role(self, node: fx.Node, role: Role) -> Any:
         """The argument of the first operand with ``role``; None for an op without the role."""
         found = next((operand.name for operand in self.tensors if operand.role is role), None)

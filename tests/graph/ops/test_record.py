@@ -207,9 +207,9 @@ def test_only_ops_whose_reference_reads_values_are_not_traceable(op: Op) -> None
 
 
 PAGED = {
-    "slot_mapping": torch.tensor([0, 1, 2, 4, 5]),
+    "slot_mapping": torch.tensor([5, 6, 7, 8, 9]),  # the first block becomes full
     "query_start": torch.tensor([0, 3, 5], dtype=torch.int32),
-    "seq_lens": torch.tensor([3, 2], dtype=torch.int32),
+    "seq_lens": torch.tensor([8, 2], dtype=torch.int32),
     "block_tables": torch.tensor([[0], [1]], dtype=torch.int32),
 }
 
