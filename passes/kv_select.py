@@ -105,6 +105,8 @@ class KVSelect(Pass):
         return lengths[low] if low < len(lengths) else None
 
     def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
+        if not plan.sites:
+            return PassResult(0)
         least = self.least(graph, plan, ctx)
         assert least is not None, "check refuses the sites of a model without a gain"
         before = sum(spec.token_bytes for spec in graph.meta.kv_specs)
@@ -148,6 +150,7 @@ def rewrite(graph: Graph, nodes: list[fx.Node], budget: int, min_context: int) -
         sinks = ops.argument(node, "sinks")
         arguments = (*before, graph.input(f"k_bounds_{layer}"), *after, prompt_lens, *([sinks] if sinks else []))
         options = {"scale": ops.argument(node, "scale"), "softcap": float(ops.argument(node, "softcap"))}
+        options |= {name: ops.argument(node, name) for name in ("sparse_cover", "sparse_from")}
         options |= {"budget": budget, "min_context": min_context}
         with graph.fx.inserting_before(node):
             call = graph.fx.call_function(reference.selected_attention, arguments, options)

@@ -60,7 +60,7 @@ class SparsePrefill(Pass):
         """The reason against a change of ``node``, or None."""
         if visible(node):
             return "its window or chunks limit the keys already"
-        if ops.argument(node, "slopes") is not None:
+        if ops.op_of(node).option(node, "slopes") is not None:
             return "the estimate knows no ALiBi"
         if ops.argument(node, "sparse_cover"):
             return "it is sparse already"

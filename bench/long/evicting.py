@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,9 +27,14 @@ class EvictingLogits(RuntimeLogits):
         self.window = window
 
     def _inputs(
-        self, sequences: list[Tensor], tables: Tensor, done: list[int], take: dict[int, int]
+        self,
+        sequences: list[Tensor],
+        tables: Tensor,
+        done: list[int],
+        take: dict[int, int],
+        prompts: Sequence[int],
     ) -> dict[str, Any]:
-        inputs = super()._inputs(sequences, tables, done, take)
+        inputs = super()._inputs(sequences, tables, done, take, prompts)
         kept = []
         lengths = []
         for i, count in take.items():

@@ -7,8 +7,9 @@ held-out text are prefilled once, and both models read the same keys and values.
 
 - ``quality``: the last 256 of 8,192 tokens as generated tokens; KL of the next token's distribution and NLL against
   the model that reads everything.
-- ``answers``: sentences with numbers hidden in text of 8,000 tokens; the question and the answer are generated tokens,
-  so the search for the sentence selects, too. Log-probability of the answer beside that of the full model.
+- ``answers``: questions about documents of 8,192 tokens, as in ``optkit eval --long``: the loss of log-probability
+  against the full model, a token. First as a server computes them, with the question in the prompt; then with a
+  question of generated tokens (``asked``), so that the search for the evidence selects, too.
 - ``speed``: decode steps of both models in turn at several lengths. The figure is the fastest of the rounds; thread CPU
   time is the second witness.
 
@@ -20,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -30,6 +30,10 @@ from torch import Tensor
 
 from bench.bounds import beyond, print_numbers
 from optkit.artifact.open import Artifact
+from optkit.evaluation.long.document import Document
+from optkit.evaluation.long.score import KeptAnswers, score_long
+from optkit.evaluation.long.sources import Answered, RuntimeAnswers
+from optkit.evaluation.long.tasks import documents
 from optkit.graph.ir import Graph
 from optkit.graph.states import PROMPT_LENS, named_pools
 from optkit.graph.variants import SharedWeights
@@ -38,13 +42,14 @@ from optkit.lowering.lower import Executable
 from optkit.machine.present import present_target
 from optkit.passes.base import PassContext
 from optkit.passes.kv_select import KVSelect, KVSelectConfig
+from optkit.runtime.logits import RuntimeLogits
 from optkit.text.corpora import load_text
 from optkit.text.load import load_tokenizer
 
 BLOCK, CHUNK = 32, 1024
 LONG, SHORT = 8192, (512, 1024, 1536, 2040)  # contexts
 GENERATED = 256  # tokens of a window
-MOST = {"tpot_8192": 0.65, "kl": 0.01, "answer_nats": 0.05} | {f"tpot_{n}": 1.01 for n in SHORT}
+MOST = {"tpot_8192": 0.65, "kl": 0.01, "answer_nats": 0.05, "asked_nats": 0.05} | {f"tpot_{n}": 1.01 for n in SHORT}
 
 
 class Model:
@@ -86,6 +91,8 @@ def models(arguments: argparse.Namespace) -> tuple[Model, Model]:
         config = KVSelectConfig(budget=arguments.budget, min_context=arguments.min_context, dense=arguments.dense)
         optimization = KVSelect(config)
         plan = optimization.check(graph, context)
+        if not plan.sites:
+            raise SystemExit(f"no layer selects: {plan.skips[-1].reason if plan.skips else 'no attention'}")
         result = optimization.apply(graph, plan, context)
         verify(graph)
         print(f"{result.changed} layers select; {result.stats}")
@@ -124,39 +131,45 @@ def quality(full: Model, some: Model, ids: Sequence[int], count: int) -> dict[st
     }
 
 
-def haystack(tokenizer: object, ids: Sequence[int], depth: float, seed: int) -> tuple[list[int], list[int], list[int]]:
-    """A text with a hidden number at ``depth``, the question and the answer, as tokens."""
+class Asked:
+    """A model of ``RuntimeLogits`` for which all tokens behind the first ``prompt`` are generated ones."""
 
-    def tokens(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False).input_ids)  # type: ignore[operator]
+    def __init__(self, executable: Executable) -> None:
+        self.executable, self.prompt = executable, 0
+        self.states, self.vocab_size = executable.states, executable.vocab_size
+        self.max_model_len = executable.max_model_len
 
-    chance = random.Random(seed)
-    name, number = chance.choice(("harbour", "garden", "library", "station")), str(chance.randrange(10**4, 10**5))
-    needle = tokens(f"\n\nThe secret number of the {name} is {number}.\n\n")
-    question, answer = tokens(f"\n\nThe secret number of the {name} is"), tokens(f" {number}")
-    room = LONG - 192 - len(needle) - len(question) - len(answer)
-    begin = chance.randrange(len(ids) - room)
-    text, at = list(ids[begin : begin + room]), int(depth * room)
-    return [*text[:at], *needle, *text[at:]], question, answer
+    def __call__(self, inputs: dict[str, Tensor]) -> Tensor:
+        prompts = torch.full_like(inputs["seq_lens"], self.prompt)
+        return self.executable({**inputs, PROMPT_LENS: prompts})
 
 
-def answers(full: Model, some: Model, tokenizer: object, ids: Sequence[int], count: int) -> dict[str, float]:
-    """Mean log-probability of the tokens of answers by both models, where the full model knows the answer."""
-    lost, known = [], []
-    for number in range(count):
-        text, question, answer = haystack(tokenizer, ids, (number + 0.5) / count, number)
-        whole = [*text, *question, *answer]
-        some.fill(whole, len(text))
-        scores = []
-        for model in (full, some):
-            rows = len(question) + len(answer)
-            logits = model.logits(whole, len(text), len(whole), len(text), rows).log_softmax(-1)
-            targets = torch.tensor(answer)[:, None]
-            scores.append(float(logits[-len(answer) - 1 : -1].gather(1, targets).mean()))
-        lost.append(scores[0] - scores[1])
-        known.append(scores[0])
-        print(f"  answer at {(number + 0.5) / count:.0%}: {scores[0]:.3f} full, {scores[1]:.3f} selecting", flush=True)
-    return {"answer_nats": sum(lost) / len(lost), "answer_full": sum(known) / len(known), "answer_worst": max(lost)}
+class AskedAfter(RuntimeAnswers):
+    """Answers to questions that are generated tokens, so the search for the evidence selects, too."""
+
+    def __init__(self, executable: Executable) -> None:
+        self.model = Asked(executable)
+        super().__init__(RuntimeLogits(self.model, BLOCK, long_chunk=CHUNK))
+
+    def answers(self, document: Document) -> list[Answered]:
+        self.model.prompt = len(document.context)
+        return super().answers(document)
+
+
+def answers(full: Executable, some: Executable, tokenizer: object, count: int) -> dict[str, float]:
+    """Losses of answers in nats a token, of the tasks that the full model answers from the document."""
+    found, given = {}, documents(tokenizer, [LONG], count=count)
+    reference = KeptAnswers(lambda: RuntimeAnswers(RuntimeLogits(full, BLOCK, long_chunk=CHUNK)))
+    served = RuntimeAnswers(RuntimeLogits(some, BLOCK, long_chunk=CHUNK))
+    for name, source in (("answer", served), ("asked", AskedAfter(some))):
+        report = score_long(source, given, reference)
+        if report.loss is None:
+            raise SystemExit("no task has a signal: the model answers nothing from the documents")
+        found |= {f"{name}_nats": report.loss.value, f"{name}_error": report.loss.error or 0.0}
+        for task in report.tasks:
+            loss = task.score.loss
+            print(f"  {name}, {task.task}: {loss.value if loss else 0:+.4f} nats, signal: {task.signal}", flush=True)
+    return found
 
 
 def speed(full: Model, some: Model, ids: Sequence[int], rounds: int) -> dict[str, float]:
@@ -187,7 +200,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--min-context", type=int, default=None)
     parser.add_argument("--dense", type=int, default=None)
     parser.add_argument("--windows", type=int, default=4, help="of text, for quality")
-    parser.add_argument("--answers", type=int, default=8)
+    parser.add_argument("--documents", type=int, default=1, help="of each task, for answers")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", default="quality,answers,speed")
     given = parser.parse_args(arguments)
@@ -198,7 +211,7 @@ def main(arguments: Sequence[str]) -> int:
     if "quality" in parts:
         result |= quality(full, some, ids, given.windows)
     if "answers" in parts:
-        result |= answers(full, some, tokenizer, ids, given.answers)
+        result |= answers(full.executable, some.executable, tokenizer, given.documents)
     if "speed" in parts:
         result |= speed(full, some, ids[:LONG], given.rounds)
     result["load_after"] = os.getloadavg()[0]

@@ -6,7 +6,7 @@ A pool of bounds is [blocks, block_size, bytes] int8. The bytes of a block begin
 ``BOUNDS_SPAN`` tokens and each KV head, [spans, Hkv, 2 D + 4]: the largest number of every channel of the keys, then the
 smallest, as int8, and a float32 scale for both. The numbers are rounded away from each other, so no key is outside. A
 query's product with a key is at most the sum over the channels of the larger of two products, with the upper and with
-the lower bound.
+the lower bound. Queries are rounded for this, to ``QUERY_STEPS`` steps on either side of zero, so sums are of integers.
 
 Bounds are computed from the stored keys when the last token of a span is written, and read for blocks alone whose last
 token comes before the query's block. So bounds are those of the keys in the cache: also after a block was reused, after
@@ -27,8 +27,10 @@ from optkit.kernels.reference_attention import (
     kv_parts,
     write_kv,
 )
+from optkit.kernels.reference_sparse_prefill import readable_keys
 
 BOUNDS_SPAN = 8  # tokens
+QUERY_STEPS = 4095.0  # on either side of zero
 FIRST_BLOCKS, LAST_BLOCKS = 1, 2  # first and last blocks of a context, which are always read
 
 
@@ -68,15 +70,23 @@ def write_bounds(k_cache: Tensor, k_bounds: Tensor, slot_mapping: Tensor, dim: i
             k_bounds[block].flatten()[start : start + kv_heads * row] = key_bounds(keys).flatten()
 
 
+def query_steps(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries [H, D] in whole steps, and what a step is worth [H, 1]: ``QUERY_STEPS`` for the largest number."""
+    most = q.abs().amax(dim=-1, keepdim=True).to(torch.float32)
+    inverse = torch.where(most > 0, QUERY_STEPS / most, torch.zeros_like(most))
+    steps = (q * inverse).clamp(-QUERY_STEPS, QUERY_STEPS)
+    return (steps + torch.full_like(steps, 0.5).copysign(steps)).trunc(), most / QUERY_STEPS
+
+
 def most_scores(q: Tensor, bounds: Tensor, scale: float) -> Tensor:
-    """The largest possible scores of queries q [H, D] with keys within ``bounds`` [n, Hkv, 2 D + 4]: [H, n]."""
+    """The largest possible scores of queries q [H, D], in steps, with keys within ``bounds`` [n, Hkv, 2 D + 4]: [H, n]."""
     values, scales = kv_parts(bounds)
-    upper, lower = (values.to(torch.float32) * scales[..., None]).chunk(2, dim=-1)
-    shared = heads_per_key(q.shape[0], upper.shape[1])
-    upper, lower = (x.repeat_interleave(shared, dim=1) for x in (upper, lower))
-    positive, negative = q.clamp(min=0), q.clamp(max=0)
-    products = torch.einsum("hd,nhd->hn", positive, upper) + torch.einsum("hd,nhd->hn", negative, lower)
-    return products * scale
+    shared = heads_per_key(q.shape[0], values.shape[1])
+    values, scales = (x.repeat_interleave(shared, dim=1) for x in (values.to(torch.float64), scales))
+    steps, step = query_steps(q)
+    halves = torch.cat((steps.clamp(min=0), steps.clamp(max=0)), dim=-1).to(torch.float64)
+    products = torch.einsum("hd,nhd->hn", halves, values).to(torch.float32)  # of whole numbers: exact until here
+    return products * (scales.T * (step * scale))
 
 
 def select_blocks(q: Tensor, bounds: Tensor, count: int, first: int, last: int, scale: float) -> Tensor:
@@ -126,6 +136,8 @@ def selected_attention(
     softcap: float = 0.0,
     budget: int,
     min_context: int = 0,
+    sparse_cover: float = 0.0,
+    sparse_from: int = 0,
 ) -> Tensor:
     """``attention`` where generated tokens of long contexts read ``budget`` tokens, in blocks chosen by bounds of keys.
 
@@ -146,16 +158,18 @@ def selected_attention(
         if not length:
             continue
         keys, values = (gather_kv(pool, block_tables[s], length) for pool in (k_cache, v_cache))
-        for row in range(starts[s], starts[s + 1]):
-            position = length - (starts[s + 1] - row)
-            seen = slice(0, position + 1)
-            if selects(position, prompt, k_cache.shape[1], budget, min_context):
-                chosen = read_blocks(
-                    q[row], k_bounds, block_tables[s], position, k.shape[1], k_cache.shape[1], budget, scale
-                )
-                out[row] = attend_blocks(q[row], keys[seen], values[seen], chosen, k_cache.shape[1], scale, softcap, sinks)
-            else:
-                out[row] = attend(q[row : row + 1], keys[seen], values[seen], scale, 0, softcap, 0, sinks)[0]
+        first, end, size = starts[s], starts[s + 1], k_cache.shape[1]
+        chosen = [t for t in range(first, end) if selects(length - end + t, prompt, size, budget, min_context)]
+        rows, seen = slice(first, end - len(chosen)), length - len(chosen)  # the tokens that select are the last
+        if rows.start < rows.stop:
+            dense = q[rows], keys[:seen], values[:seen]
+            read = readable_keys(*dense[:2], scale, sparse_cover, sparse_from) if sparse_cover else None
+            out[rows] = attend(*dense, scale, 0, softcap, 0, sinks, None, read)
+        for row in chosen:
+            position = length - end + row
+            blocks = read_blocks(q[row], k_bounds, block_tables[s], position, k.shape[1], size, budget, scale)
+            past = slice(0, position + 1)
+            out[row] = attend_blocks(q[row], keys[past], values[past], blocks, size, scale, softcap, sinks)
     return out
 
 

@@ -233,7 +233,7 @@ def selected(node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> tupl
     if node.target is not reference.selected_attention or not point.is_decode:
         return 0, 0.0
     budget, least = (ops.argument(node, name) for name in ("budget", "min_context"))
-    if not reference.selects(point.context - 1, 0, 1, budget, least):
+    if not reference.selects(point.context - 1, 0, reference.BOUNDS_SPAN, budget, least):
         return 0, 0.0
     return budget, float(point.sequences * point.context * values[ops.argument(node, "k_bounds")].shape[2])
 

@@ -260,7 +260,7 @@ class Planner:
         if not written and not set(pools) <= self.found.shared_pools:
             self.refuse(node, given, "it reads the KV of a layer that every rank computes whole")
         self.found.shared_pools |= set(pools)
-        numbers = [op.argument(node, name) for name in ("sinks", "slopes")]
+        numbers = [op.option(node, name) for name in ("sinks", "slopes")]
         q = shares[0]
         self.found.weights[node] = [(weight, 0, q) for weight in numbers if weight is not None]
         sources: frozenset[str] = frozenset().union(*(s.sources for s in shares))

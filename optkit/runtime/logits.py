@@ -2,7 +2,8 @@
 
 Two windows share a batch. Their chunks have different lengths, so the batch is ragged and no chunk ends where a block
 does. Their KV blocks interleave. The last ``decode`` tokens of each window run in single steps. So prefill kernels,
-decode kernels and block tables all take part. Pools are reused from pair to pair without clearing: a kernel that
+decode kernels and block tables all take part, and where generated tokens are computed otherwise than prompts
+(``PROMPT_LENS``), single steps are generated tokens. Pools are reused from pair to pair without clearing: a kernel that
 reads a wrong slot sees stale data, as in a server.
 
 Long contexts need few rows: ``rows`` gives those at some positions of a window, ``branches`` those of several
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from optkit.graph.states import STATE_SLOTS, recurrent_of
+from optkit.graph.states import PROMPT_LENS, STATE_SLOTS, recurrent_of
 from optkit.runtime.kv.pools import allocate
 
 SEQUENCES = 2  # in a batch
@@ -83,7 +84,7 @@ class RuntimeLogits:
         sequence = torch.tensor(window)
         tables = self._block_tables([sequence])
         caches = self._caches(tables.numel())
-        return self._chunks(sequence, tables, caches, 0, self.long_chunk, positions)
+        return self._chunks(sequence, tables, caches, 0, self.long_chunk, positions, len(sequence))
 
     def branches(
         self, context: Sequence[int], branches: Sequence[tuple[Sequence[int], int]]
@@ -97,7 +98,7 @@ class RuntimeLogits:
         sequence = torch.tensor([*context, *[0] * longest])
         tables = self._block_tables([sequence])
         caches = self._caches(tables.numel())
-        self._chunks(sequence[: len(context)], tables, caches, 0, self.long_chunk, ())
+        self._chunks(sequence[: len(context)], tables, caches, 0, self.long_chunk, (), len(context))
         recurrent = [name for spec in recurrent_of(self.model.states) for name in spec.inputs]
         kept = {name: caches[name].clone() for name in recurrent}
         for tokens, count in branches:
@@ -106,8 +107,8 @@ class RuntimeLogits:
             end = len(context) + len(tokens)
             sequence[len(context) : end] = torch.tensor(tokens)
             first = max(len(context), end - count)
-            self._chunks(sequence[:first], tables, caches, len(context), self.long_chunk, ())
-            yield self._chunks(sequence[:end], tables, caches, first, 1, range(first, end))
+            self._chunks(sequence[:first], tables, caches, len(context), self.long_chunk, (), first)
+            yield self._chunks(sequence[:end], tables, caches, first, 1, range(first, end), first)
 
     def _chunks(
         self,
@@ -117,13 +118,16 @@ class RuntimeLogits:
         done: int,
         chunk: int,
         positions: Sequence[int],
+        prompt: int,
     ) -> Tensor:
-        """Run ``sequence`` from token ``done`` on; the logits [len(positions), V] at ``positions``."""
+        """Run ``sequence`` from token ``done`` on; the logits [len(positions), V] at ``positions``. The first ``prompt``
+        tokens are a prompt.
+        """
         found = torch.empty(len(positions), self.model.vocab_size)
         filled = 0
         while done < len(sequence):
             take = min(chunk, len(sequence) - done)
-            inputs = self._inputs([sequence], tables, [done], {0: take})
+            inputs = self._inputs([sequence], tables, [done], {0: take}, [prompt])
             wanted = [position - done for position in positions if done <= position < done + take]
             inputs["logits_index"] = torch.tensor(wanted or [take - 1])
             rows = self._call(caches, inputs)
@@ -140,10 +144,10 @@ class RuntimeLogits:
         """Write a token behind the ``known`` ones of each sequence, again and again until all are full."""
         tables = self._block_tables(sequences)
         caches = self._caches(tables.numel())
-        done = [0] * len(sequences)
+        done, prompts = [0] * len(sequences), list(known)
         while open_ones := [i for i, tokens in enumerate(sequences) if known[i] < len(tokens)]:
             take = {i: min(known[i] - done[i], max(1, self.chunk - 11 * i)) for i in open_ones}
-            rows = self._call(caches, self._inputs(sequences, tables, done, take))
+            rows = self._call(caches, self._inputs(sequences, tables, done, take, prompts))
             for i, piece in zip(take, rows.split(list(take.values())), strict=True):
                 done[i] += take[i]
                 if done[i] == known[i]:
@@ -155,8 +159,9 @@ class RuntimeLogits:
         caches = self._caches(tables.numel())
         outputs = [torch.empty(len(tokens), self.model.vocab_size) for tokens in sequences]
         done = [0] * len(sequences)
+        prompts = [len(tokens) - self.decode for tokens in sequences]
         while take := self._take(sequences, done):
-            rows = self._call(caches, self._inputs(sequences, tables, done, take))
+            rows = self._call(caches, self._inputs(sequences, tables, done, take, prompts))
             counts = list(take.values())
             for i, piece in zip(take, rows.split(counts), strict=True):
                 outputs[i][done[i] : done[i] + take[i]] = piece
@@ -185,7 +190,12 @@ class RuntimeLogits:
         return self._pools[1]
 
     def _inputs(
-        self, sequences: list[Tensor], tables: Tensor, done: list[int], take: dict[int, int]
+        self,
+        sequences: list[Tensor],
+        tables: Tensor,
+        done: list[int],
+        take: dict[int, int],
+        prompts: Sequence[int],
     ) -> dict[str, Tensor]:
         positions = [torch.arange(done[i], done[i] + n) for i, n in take.items()]
         slots = [self._slots(tables[i], where) for i, where in zip(take, positions, strict=True)]
@@ -198,6 +208,7 @@ class RuntimeLogits:
             "seq_lens": torch.tensor([done[i] + n for i, n in take.items()], dtype=torch.int32),
             "block_tables": tables[list(take)].to(torch.int32),
             "logits_index": torch.arange(int(counts.sum())),
+            PROMPT_LENS: torch.tensor([prompts[i] for i in take], dtype=torch.int32),
             STATE_SLOTS: torch.tensor([SEQUENCES - 1 - i for i in take], dtype=torch.int32),
         }
 

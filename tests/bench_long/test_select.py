@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bench.long import select
+from optkit.evaluation.long.document import Document, Question
 from optkit.graph.states import named_pools
 from optkit.kernels.cpu import native
 from optkit.lowering.lower import lower
@@ -15,20 +16,20 @@ from tests.support.graphs import apply, captured
 from tests.support.target import TARGET
 
 
-class Words:
-    """A tokenizer whose tokens are characters."""
+def test_questions_are_generated_tokens_when_asked_after_the_document() -> None:
+    graph, prompts = captured("llama"), []
 
-    def __call__(self, text: str, add_special_tokens: bool) -> Any:
-        assert not add_special_tokens
-        return type("Encoding", (), {"input_ids": [ord(c) for c in text]})
+    class Seen(select.Asked):
+        def __call__(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+            prompts.append(self.prompt)
+            return super().__call__(inputs)
 
-
-def test_haystack_has_the_needle_at_its_depth_and_fits_the_context() -> None:
-    text, question, answer = select.haystack(Words(), [ord("x")] * 20000, 0.5, seed=3)
-    hidden = "".join(map(chr, text))
-    assert "".join(map(chr, [*question, *answer])).strip() in hidden
-    assert abs(hidden.index("The secret") / len(hidden) - 0.5) < 0.02
-    assert len(text) + len(question) + len(answer) <= select.LONG
+    source = select.AskedAfter(lower(graph, TARGET))
+    source.model.__class__ = Seen
+    questions = (Question((5, 6), (7, 8), 0.5), Question((9,), (10,), 0.5))
+    found = source.answers(Document("needle", 12, tuple(range(3, 15)), questions))
+    assert [len(answered.logprobs) for answered in found] == [2, 1]
+    assert set(prompts) == {12} and len(prompts) >= 4
 
 
 def test_windows_are_whole_and_spread_over_the_text() -> None:
@@ -44,7 +45,7 @@ def test_quality_is_that_of_the_full_model_when_the_budget_covers_the_context(mo
     ids = torch.randint(3, 128, (700,), generator=torch.Generator().manual_seed(0)).tolist()
     results = []
     for budget in (256, 128):
-        full, some = captured("llama"), captured("llama")
+        full, some = (captured("llama", max_position_embeddings=512) for _ in range(2))
         apply(some, "kv_select", budget=budget, min_context=1, dense=0)
         pools = named_pools(some.meta.states, 8, select.BLOCK, 1)
         both = (select.Model(lower(graph, TARGET), pools) for graph in (full, some))

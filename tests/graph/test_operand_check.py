@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from optkit.graph.ir import BATCH_INPUTS, Graph, GraphMeta, Weight
 from optkit.graph.operand_check import check_call, check_origins
 from optkit.graph.ops import OPS, RECORDS, shape_rule
 from optkit.graph.ops.operands import Choice, Number, Source, TensorOperand
-from optkit.graph.states import STATE_SLOTS
+from optkit.graph.states import PROMPT_LENS, STATE_SLOTS
 from optkit.graph.verify import VerifyError, verify
 from tests.support.op_calls import BATCH, SPEC, meta, sound_call
 
@@ -267,7 +268,7 @@ def graph_of(op: str) -> Graph:
     node = call(op)
     node.graph.output(node)
     weights = {str(n.target): Weight(torch.zeros(1), None) for n in node.graph.nodes if n.op == "get_attr"}
-    return Graph(node.graph, weights, GraphMeta("llama", 8, 8, (SPEC,), "w", "head"))
+    return Graph(node.graph, weights, GraphMeta("llama", 8, 8, (replace(SPEC, bounds=False),), "w", "head"))
 
 
 def test_the_verifier_names_node_and_operand() -> None:
@@ -281,4 +282,5 @@ def test_the_verifier_names_node_and_operand() -> None:
 def test_batch_names_are_inputs() -> None:
     for op, i, operand in EACH:
         if operand.source is Source.BATCH:
-            assert RECORDS[op].inputs.get(operand.name, operand.name) in (*BATCH_INPUTS, STATE_SLOTS), (op, i)
+            name = RECORDS[op].inputs.get(operand.name, operand.name)
+            assert name in (*BATCH_INPUTS, PROMPT_LENS, STATE_SLOTS), (op, i)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from optkit.graph.states import PROMPT_LENS
 from optkit.lowering.lower import lower
 from optkit.runtime.logits import RuntimeLogits
 from tests.support.architectures import tiny_model
@@ -44,13 +45,14 @@ def test_branches_of_a_context_run_its_tokens_once_and_their_ends_in_single_step
 
 
 def test_windows_of_a_pair_run_in_ragged_chunks_and_end_in_single_steps() -> None:
-    sizes = []
+    sizes, prompts = [], []
 
     class Model:
         states, vocab_size, max_model_len = (), 7, 64
 
         def __call__(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
             sizes.append(inputs["query_start"].diff().tolist())
+            prompts.append(inputs[PROMPT_LENS].tolist())
             return torch.nn.functional.one_hot(inputs["input_ids"], self.vocab_size).float()
 
     windows = [[i % 7 for i in range(40)], [(i + 2) % 7 for i in range(9)]]
@@ -58,4 +60,5 @@ def test_windows_of_a_pair_run_in_ragged_chunks_and_end_in_single_steps() -> Non
     found = list(source.logits(windows))
     assert [logits.argmax(-1).tolist() for logits in found] == windows
     assert sizes == [[16, 5], [16, 1], [5, 1], [1, 1], [1, 1], [1]]
+    assert prompts == [[37, 6]] * 5 + [[37]]
     assert source.max_length == 64

@@ -257,14 +257,14 @@ OPTKIT_API void optkit_selected_attention(const float* q, const float* k, const 
                                           int64_t sequences, int64_t table_width, int64_t block_size, int64_t q_token,
                                           int64_t q_head, int64_t k_token, int64_t k_head, int64_t v_token,
                                           int64_t v_head, int heads, int kv_heads, int dim, int v_dim, float scale,
-                                          float softcap, int64_t budget, int64_t min_context, int int8_cache,
-                                          int threads) {
+                                          float softcap, int64_t budget, int64_t min_context, float sparse_cover,
+                                          int64_t sparse_from, int int8_cache, int threads) {
     using namespace optkit;
     const AttentionArgs args{q,         k,         v,        k_cache,  v_cache, sinks,       nullptr,
                              out,       slot_mapping, query_start, seq_lens, block_tables, tokens, sequences,
                              table_width, block_size, q_token,  q_head,   k_token, k_head,      v_token,
                              v_head,    heads,     kv_heads, dim,      v_dim,   0,           0,
-                             scale,     softcap,   0.0f,     0,        int8_cache != 0};
+                             scale,     softcap,   sparse_cover, sparse_from, int8_cache != 0};
     const int64_t row = 2 * dim + static_cast<int64_t>(sizeof(float)), token_bytes = (kv_heads * row + kSpan - 1) / kSpan;
     const Bounds bounds{static_cast<int8_t*>(k_bounds), block_size * token_bytes, block_size / kSpan, kv_heads, dim};
     const int64_t kept = std::max(budget / block_size, kFirstBlocks + kLastBlocks + 1);

@@ -38,6 +38,8 @@ def selected_attention(
     softcap: float = 0.0,
     budget: int,
     min_context: int = 0,
+    sparse_cover: float = 0.0,
+    sparse_from: int = 0,
 ) -> Tensor:
     """See ``reference.selected_attention``. q, k and v may have any strides; float32 (else the reference runs).
 
@@ -47,7 +49,8 @@ def selected_attention(
     if not native_types(q, k_cache):
         return reference.selected_attention(
             q, k, v, k_cache, v_cache, k_bounds, slot_mapping, query_start, seq_lens, block_tables, prompt_lens, sinks,
-            scale=scale, softcap=softcap, budget=budget, min_context=min_context,
+            scale=scale, softcap=softcap, budget=budget, min_context=min_context, sparse_cover=sparse_cover,
+            sparse_from=sparse_from,
         )  # fmt: skip
     tokens, heads, dim = q.shape
     kv_heads, v_dim = v.shape[1], v.shape[2]
@@ -93,6 +96,8 @@ def selected_attention(
         softcap,
         budget,
         min_context,
+        sparse_cover,
+        sparse_from,
         k_cache.dtype is torch.int8,
         native.threads(),
     )
@@ -118,6 +123,8 @@ def emit_selected_attention(
     softcap: float = 0.0,
     budget: int,
     min_context: int = 0,
+    sparse_cover: float = 0.0,
+    sparse_from: int = 0,
 ) -> Result:
     (heads, dim), (kv_heads, v_dim) = q.shape, v.shape
     out = b.buffer(q.rows, (heads, v_dim))
@@ -127,7 +134,8 @@ def emit_selected_attention(
         prompt_lens=prompt_lens, tokens=Size(q.rows), sequences=Size(SEQUENCES), table_width=Size(TABLE_WIDTH),
         block_size=Size(BLOCK_SIZE), q_token=q.row_stride, q_head=dim, k_token=k.row_stride, k_head=dim,
         v_token=v.row_stride, v_head=v_dim, heads=heads, kv_heads=kv_heads, dim=dim, v_dim=v_dim, scale=float(scale),
-        softcap=float(softcap), budget=budget, min_context=min_context, int8_cache=k_cache.dtype is torch.int8,
+        softcap=float(softcap), budget=budget, min_context=min_context, sparse_cover=float(sparse_cover),
+        sparse_from=sparse_from, int8_cache=k_cache.dtype is torch.int8,
     )  # fmt: skip
     return (out,)
 

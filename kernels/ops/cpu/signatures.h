@@ -124,4 +124,4 @@ KERNEL(void, selected_attention, const float* q, const float* k, const float* v,
        const int32_t* seq_lens, const int32_t* block_tables, const int32_t* prompt_lens, int64_t tokens,
        int64_t sequences, int64_t table_width, int64_t block_size, int64_t q_token, int64_t q_head, int64_t k_token,
        int64_t k_head, int64_t v_token, int64_t v_head, int heads, int kv_heads, int dim, int v_dim, float scale,
-       float softcap, int64_t budget, int64_t min_context, int int8_cache)
+       float softcap, int64_t budget, int64_t min_context, float sparse_cover, int64_t sparse_from, int int8_cache)

@@ -42,6 +42,8 @@ OPS = (
             Number("softcap", 0.0),
             whole("budget", 1, MAX_INT, required=True),
             whole("min_context", 0, MAX_INT),
+            Number("sparse_cover", 0.0),
+            whole("sparse_from", 0, MAX_INT),
         ),
         shape=selected_attention,
         work=Work.ATTENTION,

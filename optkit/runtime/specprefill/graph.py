@@ -15,7 +15,7 @@ from optkit.graph import ops
 from optkit.graph.ir import Graph
 from optkit.graph.ops.attention import ATTENTION, visible
 from optkit.graph.shapes import Point, infer_shapes
-from optkit.graph.states import kv_of
+from optkit.graph.states import PROMPT_LENS, kv_of
 from optkit.lowering.compiled.plan import PLAN
 from optkit.runtime.specprefill.selection import Scores
 
@@ -78,11 +78,11 @@ def scoring_graph(graph: Graph, num_layers: int) -> tuple[Graph, tuple[ScoredLay
 
 
 def drop_unused(graph: Graph) -> None:
-    """Remove what the output does not need, and the KV pools of the layers that are gone."""
+    """Remove what the output does not need, and the KV pools and inputs of the layers that are gone."""
     graph.fx.eliminate_dead_code()
-    pools = {name for spec in graph.meta.kv_specs for name in spec.inputs}
+    inputs = {PROMPT_LENS, *(name for spec in graph.meta.kv_specs for name in spec.inputs)}
     for node in list(graph.fx.nodes):
-        if node.op == "placeholder" and node.target in pools and not node.users:
+        if node.op == "placeholder" and node.target in inputs and not node.users:
             graph.fx.erase_node(node)
     left = {str(node.target) for node in graph.fx.nodes if node.op == "placeholder"}
     specs = [spec for spec in kv_of(graph.meta.states) if set(spec.inputs) <= left]
@@ -102,7 +102,7 @@ def check_gaps(graph: Graph) -> None:
     calls = list(graph.calls(*ATTENTION))
     if any(visible(call) for call in calls):
         reason = "the windows of its layers count tokens"
-    if any(ops.argument(call, "slopes") is not None for call in calls):
+    if any(ops.op_of(call).option(call, "slopes") is not None for call in calls):
         reason = "its attention counts distances (ALiBi)"
     if not calls:
         reason = "it has no attention"
