@@ -109,11 +109,11 @@ class Assembler:
 def _woven(
     pieces: Sequence[tuple[int, ...]], evidence: Sequence[tuple[float, tuple[int, ...]]]
 ) -> Iterator[tuple[int, ...]]:
-    """``pieces`` in order, with each evidence before the piece at the same depth."""
+    """``pieces`` in order, with each evidence at the border of pieces that is nearest to its depth."""
     total, done = sum(map(len, pieces)), 0
     waiting = sorted(evidence, key=lambda one: one[0])
     for piece in pieces:
-        while waiting and waiting[0][0] * total <= done:
+        while waiting and waiting[0][0] * total <= done + len(piece) / 2:
             yield waiting.pop(0)[1]
         yield piece
         done += len(piece)

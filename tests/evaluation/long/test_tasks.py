@@ -6,7 +6,7 @@ import re
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from optkit.errors import UserError
@@ -42,6 +42,7 @@ def test_a_document_does_not_depend_on_what_else_is_asked_for() -> None:
 @pytest.mark.parametrize("task", ["needle", "multikey"])
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 1 << 30))
+@example(seed=464)  # a paragraph of a quarter of the document, at the depth of a number
 def test_a_number_is_said_once_at_its_depth(task: str, seed: int) -> None:
     (document,) = documents(tokenizer(), [LENGTH], [task], seed=seed)
     context, asked = texts(document)
@@ -49,7 +50,7 @@ def test_a_number_is_said_once_at_its_depth(task: str, seed: int) -> None:
         sentence = prompt.splitlines()[-1] + answer
         assert context.count(prompt.splitlines()[-1]) == 1
         assert question.depth is not None
-        assert context.index(sentence) / len(context) == pytest.approx(question.depth, abs=0.25)
+        assert context.index(sentence) / len(context) == pytest.approx(question.depth, abs=0.2)
     assert len({prompt for prompt, _ in asked}) == 4
 
 
