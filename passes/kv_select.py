@@ -7,12 +7,13 @@ the first block and the last two (Quest, arXiv 2406.10774). Nothing is evicted: 
 prefix cache, offload, preemption and drafts work as before, and prompts are computed with all of their tokens.
 
 The first ``dense`` layers read everything, by default three in ten: their weight lies on many tokens, and no choice of
-few keeps enough of it (docs/decisions/0050-kv-select.md). So do all layers in contexts below ``min_context`` tokens, by default the length
-from which the cost model of the target predicts a step at least 10 % faster. A context within the budget gives the
-bits of a model without the pass.
+few keeps enough of it (docs/decisions/0050-kv-select.md). So do all layers in contexts below ``min_context`` tokens, by
+default the length from which the cost model of the target predicts a step at least 10 % faster. A context within the
+budget gives the bits of a model without the pass.
 
 Predicted gain: a decode step reads ``budget`` tokens of KV in place of the context, and the bounds. Price: the bytes of
-the bounds, an eighth of an int8 cache, and a quality that is measured on long contexts (``python -m bench.long select``).
+the bounds, an eighth of an int8 cache, and a loss that long contexts alone show (``python -m bench.long select``,
+``optkit eval --long``).
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ MAX_TOKENS = 1 << 24
 
 class KVSelectConfig(Config):
     budget: int = Field(
-        1024, ge=16, le=MAX_TOKENS, description="tokens that a generated token reads in each layer, in whole blocks"
+        1024,
+        ge=16,
+        le=MAX_TOKENS,
+        description="tokens that a generated token reads in each layer, in whole blocks",
     )
     min_context: int | None = Field(
         None,
@@ -54,7 +58,9 @@ class KVSelectConfig(Config):
     dense: int | None = Field(
         None, ge=0, description="number of first layers that read the whole context; null: three in ten"
     )
-    ignore: tuple[int, ...] = Field((), description="further layers, counted from 0, that read the whole context")
+    ignore: tuple[int, ...] = Field(
+        (), description="further layers, counted from 0, that read the whole context"
+    )
 
 
 class KVSelect(Pass):
@@ -85,7 +91,11 @@ class KVSelect(Pass):
         count = math.ceil(DENSE_SHARE * len(layers)) if dense is None else dense
         if spec.layer in self.config.ignore:
             return "on the ignore list"
-        return f"one of the first {count} layers, which read the whole context" if spec.layer in layers[:count] else None
+        return (
+            f"one of the first {count} layers, which read the whole context"
+            if spec.layer in layers[:count]
+            else None
+        )
 
     def least(self, graph: Graph, plan: Plan, ctx: PassContext) -> int | None:
         """The length from which tokens select, or None where the model's context is too short for a gain."""
@@ -94,7 +104,12 @@ class KVSelect(Pass):
             return given if max(given, self.config.budget) < most else None
         after = graph.clone()
         names = {node.name for site in plan.sites for node in site.nodes}
-        rewrite(after, [node for node in after.calls(reference.attention) if node.name in names], self.config.budget, 0)
+        rewrite(
+            after,
+            [node for node in after.calls(reference.attention) if node.name in names],
+            self.config.budget,
+            0,
+        )
         lengths = range(-(-self.config.budget // STEP) * STEP + STEP, most, STEP)
         low, high = 0, len(lengths)  # the gain grows with the length
         while low < high:
@@ -145,10 +160,19 @@ def rewrite(graph: Graph, nodes: list[fx.Node], budget: int, min_context: int) -
     prompt_lens = graph.input(PROMPT_LENS)
     for node in nodes:
         layer = kept[str(ops.argument(node, "k_cache").target)]
-        names = ("q", "k", "v", "k_cache", "v_cache"), ("slot_mapping", "query_start", "seq_lens", "block_tables")
+        names = (
+            ("q", "k", "v", "k_cache", "v_cache"),
+            ("slot_mapping", "query_start", "seq_lens", "block_tables"),
+        )
         before, after = ([ops.argument(node, name) for name in part] for part in names)
         sinks = ops.argument(node, "sinks")
-        arguments = (*before, graph.input(f"k_bounds_{layer}"), *after, prompt_lens, *([sinks] if sinks else []))
+        arguments = (
+            *before,
+            graph.input(f"k_bounds_{layer}"),
+            *after,
+            prompt_lens,
+            *([sinks] if sinks else []),
+        )
         options = {"scale": ops.argument(node, "scale"), "softcap": float(ops.argument(node, "softcap"))}
         options |= {name: ops.argument(node, name) for name in ("sparse_cover", "sparse_from")}
         options |= {"budget": budget, "min_context": min_context}

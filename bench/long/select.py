@@ -49,7 +49,9 @@ from optkit.text.load import load_tokenizer
 BLOCK, CHUNK = 32, 1024
 LONG, SHORT = 8192, (512, 1024, 1536, 2040)  # contexts
 GENERATED = 256  # tokens of a window
-MOST = {"tpot_8192": 0.65, "kl": 0.01, "answer_nats": 0.05, "asked_nats": 0.05} | {f"tpot_{n}": 1.01 for n in SHORT}
+MOST = {"tpot_8192": 0.65, "kl": 0.01, "answer_nats": 0.05, "asked_nats": 0.05} | {
+    f"tpot_{n}": 1.01 for n in SHORT
+}
 
 
 class Model:
@@ -88,7 +90,9 @@ def models(arguments: argparse.Namespace) -> tuple[Model, Model]:
     context = PassContext(present_target(artifact.recipe.target))
 
     def selecting(graph: Graph) -> Graph:
-        config = KVSelectConfig(budget=arguments.budget, min_context=arguments.min_context, dense=arguments.dense)
+        config = KVSelectConfig(
+            budget=arguments.budget, min_context=arguments.min_context, dense=arguments.dense
+        )
         optimization = KVSelect(config)
         plan = optimization.check(graph, context)
         if not plan.sites:
@@ -168,7 +172,10 @@ def answers(full: Executable, some: Executable, tokenizer: object, count: int) -
         found |= {f"{name}_nats": report.loss.value, f"{name}_error": report.loss.error or 0.0}
         for task in report.tasks:
             loss = task.score.loss
-            print(f"  {name}, {task.task}: {loss.value if loss else 0:+.4f} nats, signal: {task.signal}", flush=True)
+            print(
+                f"  {name}, {task.task}: {loss.value if loss else 0:+.4f} nats, signal: {task.signal}",
+                flush=True,
+            )
     return found
 
 
@@ -193,7 +200,9 @@ def speed(full: Model, some: Model, ids: Sequence[int], rounds: int) -> dict[str
 @torch.inference_mode()
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        "python -m bench.long select", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "python -m bench.long select",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("artifact", help="an artifact for CPUs of a model with a context of 8,192 tokens")
     parser.add_argument("--budget", type=int, default=1024)

@@ -4,8 +4,9 @@ A function defines the meaning of an op; a faster kernel is right when the resul
 name here. Norms and gates are written in ``reference_pointwise``, linear layers on integer weights in
 ``reference_linear``, mixtures of experts in ``reference_experts``, float8 in ``reference_fp8``, RoPE, the KV cache and
 attention in ``reference_attention``, convolutions and scans with a recurrent state in ``reference_recurrent``, the
-ops of tensor-parallel ranks in ``reference_collectives``, attention over selected blocks in ``reference_selection``. The functions run on any device. Under
-``torch.device("meta")`` the functions compute shapes only, for the verifier and the cost model.
+ops of tensor-parallel ranks in ``reference_collectives``, attention over selected blocks in ``reference_selection``.
+The functions run on any device. Under ``torch.device("meta")`` the functions compute shapes only, for the verifier and
+the cost model.
 
 Layout rules: activations are token-major, ``[T, ...]`` for the T tokens of the flattened batch; a linear weight is
 ``[N, K]`` (out, in); attention takes ``[T, H, D]``; the KV pool of a layer is ``[blocks, block_size, Hkv, D]``

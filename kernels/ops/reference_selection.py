@@ -3,9 +3,9 @@
 The module is a part of ``reference``, which exports every name.
 
 A pool of bounds is [blocks, block_size, bytes] int8. The bytes of a block begin with a row for each whole
-``BOUNDS_SPAN`` tokens and each KV head, [spans, Hkv, 2 D + 4]: the largest number of every channel of the keys, then the
-smallest, as int8, and a float32 scale for both. The numbers are rounded away from each other, so no key is outside. A
-query's product with a key is at most the sum over the channels of the larger of two products, with the upper and with
+``BOUNDS_SPAN`` tokens and each KV head, [spans, Hkv, 2 D + 4]: the largest number of every channel of the keys, then
+the smallest, as int8, and a float32 scale for both. The numbers are rounded away from each other, so no key is outside.
+A query's product with a key is at most the sum over the channels of the larger of two products, with the upper and with
 the lower bound. Queries are rounded for this, to ``QUERY_STEPS`` steps on either side of zero, so sums are of integers.
 
 Bounds are computed from the stored keys when the last token of a span is written, and read for blocks alone whose last
@@ -79,13 +79,15 @@ def query_steps(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def most_scores(q: Tensor, bounds: Tensor, scale: float) -> Tensor:
-    """The largest possible scores of queries q [H, D], in steps, with keys within ``bounds`` [n, Hkv, 2 D + 4]: [H, n]."""
+    """The largest possible scores [H, n] of queries q [H, D] (rounded) with keys within ``bounds`` [n, Hkv, 2 D + 4]."""
     values, scales = kv_parts(bounds)
     shared = heads_per_key(q.shape[0], values.shape[1])
     values, scales = (x.repeat_interleave(shared, dim=1) for x in (values.to(torch.float64), scales))
     steps, step = query_steps(q)
     halves = torch.cat((steps.clamp(min=0), steps.clamp(max=0)), dim=-1).to(torch.float64)
-    products = torch.einsum("hd,nhd->hn", halves, values).to(torch.float32)  # of whole numbers: exact until here
+    products = torch.einsum("hd,nhd->hn", halves, values).to(
+        torch.float32
+    )  # of whole numbers: exact until here
     return products * (scales.T * (step * scale))
 
 
@@ -159,8 +161,13 @@ def selected_attention(
             continue
         keys, values = (gather_kv(pool, block_tables[s], length) for pool in (k_cache, v_cache))
         first, end, size = starts[s], starts[s + 1], k_cache.shape[1]
-        chosen = [t for t in range(first, end) if selects(length - end + t, prompt, size, budget, min_context)]
-        rows, seen = slice(first, end - len(chosen)), length - len(chosen)  # the tokens that select are the last
+        chosen = [
+            t for t in range(first, end) if selects(length - end + t, prompt, size, budget, min_context)
+        ]
+        rows, seen = (
+            slice(first, end - len(chosen)),
+            length - len(chosen),
+        )  # the tokens that select are the last
         if rows.start < rows.stop:
             dense = q[rows], keys[:seen], values[:seen]
             read = readable_keys(*dense[:2], scale, sparse_cover, sparse_from) if sparse_cover else None
@@ -174,7 +181,14 @@ def selected_attention(
 
 
 def read_blocks(
-    q: Tensor, k_bounds: Tensor, table: Tensor, position: int, kv_heads: int, block_size: int, budget: int, scale: float
+    q: Tensor,
+    k_bounds: Tensor,
+    table: Tensor,
+    position: int,
+    kv_heads: int,
+    block_size: int,
+    budget: int,
+    scale: float,
 ) -> Tensor:
     """The numbers of the blocks of a sequence that its token at ``position`` reads, for each KV head: [Hkv, n]."""
     blocks = position // block_size + 1
@@ -187,9 +201,16 @@ def read_blocks(
 
 
 def attend_blocks(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, block_size: int, scale: float, softcap: float, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    block_size: int,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """``attend`` of a token q [H, D] over k and v [n, Hkv, ...], under each KV head in its ``blocks`` [Hkv, m] alone."""
+    """``attend`` of a token q [H, D] over k and v [n, Hkv, ...], for each KV head in its ``blocks`` [Hkv, m] alone."""
     shared, out = heads_per_key(q.shape[0], k.shape[1]), []
     for head, chosen in enumerate(blocks):
         tokens = (chosen[:, None] * block_size + torch.arange(block_size)).flatten()

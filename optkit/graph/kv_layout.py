@@ -61,7 +61,7 @@ ONE_GROUP = (KVGroup(),)  # block tables of a model whose layers all read alike
 
 @dataclass(frozen=True)
 class KVLayout:
-    """The groups of a model and the bytes of a token in each slot's buffers: (K, V), (K, V, bounds) or, of latent KV, one.
+    """The groups of a model and the bytes of a token in each slot's buffers: (K, V), (K, V, bounds) or one (latent KV).
 
     ``reason`` tells why layers with windows keep all tokens, or is empty.
     """

@@ -111,7 +111,8 @@ class KVSpec:
         rows = [(dtype, (self.num_kv_heads, dim + extra)) for dim in self.row_dims]
         rows += [(torch.int8, self.pool_bytes[-1:])] * self.bounds
         return tuple(
-            buffer.view(kind).view(-1, block_size, *shape) for buffer, (kind, shape) in zip(buffers, rows, strict=True)
+            buffer.view(kind).view(-1, block_size, *shape)
+            for buffer, (kind, shape) in zip(buffers, rows, strict=True)
         )
 
     def pools(

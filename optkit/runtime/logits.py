@@ -120,8 +120,9 @@ class RuntimeLogits:
         positions: Sequence[int],
         prompt: int,
     ) -> Tensor:
-        """Run ``sequence`` from token ``done`` on; the logits [len(positions), V] at ``positions``. The first ``prompt``
-        tokens are a prompt.
+        """Run ``sequence`` from token ``done`` on; the logits [len(positions), V] at ``positions``.
+
+        The first ``prompt`` tokens are a prompt, the others generated.
         """
         found = torch.empty(len(positions), self.model.vocab_size)
         filled = 0

@@ -5,6 +5,7 @@ bounds that are never stale.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -55,7 +56,9 @@ class World:
     def __init__(self, case: Case) -> None:
         self.case, generator = case, torch.Generator().manual_seed(case.seed)
         heads, kv, length = case.kv_heads * case.group, case.kv_heads, case.length
-        drift = torch.randn(length, kv, case.dim, generator=generator).cumsum(0) / length**0.5  # neighbours are alike
+        drift = (
+            torch.randn(length, kv, case.dim, generator=generator).cumsum(0) / length**0.5
+        )  # neighbours are alike
         self.k = drift + 0.3 * torch.randn(length, kv, case.dim, generator=generator)
         self.q = 3 * torch.randn(length, heads, case.dim, generator=generator)
         self.v = torch.randn(length, kv, case.v_dim, generator=generator)
@@ -76,7 +79,11 @@ class World:
         positions, int32 = torch.arange(start, stop), {"dtype": torch.int32}
         slots = table.long()[positions // case.block] * case.block + positions % case.block
         new = (x[start:stop].clone() for x in (self.q, self.k, self.v))
-        batch = torch.tensor([0, stop - start], **int32), torch.tensor([stop], **int32), table[None].contiguous()
+        batch = (
+            torch.tensor([0, stop - start], **int32),
+            torch.tensor([stop], **int32),
+            table[None].contiguous(),
+        )
         numbers = {"scale": case.dim**-0.5, "softcap": case.softcap, "budget": case.budget}
         prompt = torch.tensor([case.prompt], **int32)
         given = {**numbers, "min_context": case.min_context, **options}
@@ -86,11 +93,14 @@ class World:
     def run(self, kernel: Any, steps: list[int]) -> Tensor:
         """All tokens, in steps of so many."""
         ends = torch.tensor([0, *steps]).cumsum(0).tolist()
-        return torch.cat([self.call(kernel, a, b) for a, b in zip(ends, ends[1:], strict=False)])
+        return torch.cat([self.call(kernel, a, b) for a, b in pairwise(ends)])
 
     def stored(self) -> tuple[Tensor, Tensor]:
         """Keys and values [T, Hkv, D] as they are in the cache, in float64."""
-        rows = (cache[self.table.long()].flatten(0, 1)[: self.case.length] for cache in (self.k_cache, self.v_cache))
+        rows = (
+            cache[self.table.long()].flatten(0, 1)[: self.case.length]
+            for cache in (self.k_cache, self.v_cache)
+        )
         k, v = (reference.dequantize_kv(x) if self.case.int8 else x for x in rows)
         return k.double(), v.double()
 
@@ -107,12 +117,16 @@ def read_by(w: World, position: int, keys: Tensor) -> tuple[Tensor, float]:
     steps = (most.float() / 127).double()
     upper, lower = (upper / steps - 1e-4).ceil() * steps, (lower / steps + 1e-4).floor() * steps
     q = w.q[position].double().unflatten(0, (case.kv_heads, case.group))
-    products = torch.maximum(q[None] * upper[:, :, None], q[None] * lower[:, :, None]).sum(-1) * case.dim**-0.5
+    products = (
+        torch.maximum(q[None] * upper[:, :, None], q[None] * lower[:, :, None]).sum(-1) * case.dim**-0.5
+    )
     weights = products.softmax(0).unflatten(0, (-1, case.block // SPAN)).sum(1).sum(-1)  # [blocks, Hkv]
     count, margins = case.kept - 3, []
     for head in range(case.kv_heads):
         order = weights[:, head].sort(descending=True)
-        margins.append(float(order.values[count - 1] - order.values[count]) / float(order.values[:count].sum()))
+        margins.append(
+            float(order.values[count - 1] - order.values[count]) / float(order.values[:count].sum())
+        )
         chosen = {0, now - 1, now, *(order.indices[:count] + 1).tolist()}
         read = read.clone()
         read[head] &= torch.tensor([t // case.block in chosen for t in range(case.length)])
@@ -126,7 +140,11 @@ def dense(w: World, position: int, keys: Tensor, values: Tensor, read: Tensor) -
     if w.case.softcap:
         scores = w.case.softcap * torch.tanh(scores / w.case.softcap)
     scores = scores.masked_fill(~read[:, None], -torch.inf)
-    sinks = torch.full((w.case.kv_heads, w.case.group), -torch.inf) if w.sinks is None else w.sinks.view(scores.shape[:2])
+    sinks = (
+        torch.full((w.case.kv_heads, w.case.group), -torch.inf)
+        if w.sinks is None
+        else w.sinks.view(scores.shape[:2])
+    )
     weights = torch.cat((scores, sinks.double()[..., None]), -1).softmax(-1)[..., :-1]
     return torch.einsum("jgt,tjd->jgd", weights, values).flatten(0, 1)
 
@@ -169,7 +187,9 @@ def test_tokens_read_what_a_mask_in_float64_leaves(kernel: Any, case: Case) -> N
         if margin > MARGIN:
             expected = dense(w, position, keys, values, read)
             # an int8 cache: queries and weights are rounded (decision 0045)
-            torch.testing.assert_close(out[position - last].double(), expected, rtol=0, atol=0.05 if case.int8 else 2e-5)
+            torch.testing.assert_close(
+                out[position - last].double(), expected, rtol=0, atol=0.05 if case.int8 else 2e-5
+            )
             compared += 1
     assume(compared)
 
@@ -189,6 +209,20 @@ def test_every_instruction_set_agrees_with_the_spec(isa: str, int8: bool) -> Non
         native.set_isa(None)
     torch.testing.assert_close(found, expected, rtol=0, atol=0.05 if int8 else 2e-5)
     assert torch.equal(own.k_bounds, spec.k_bounds)
+
+
+@needs_native
+@pytest.mark.parametrize("int8", [False, True])
+def test_instruction_sets_with_fused_products_give_the_same_bits(int8: bool) -> None:
+    found = []
+    try:
+        for isa in set(usable_isas()) - {"portable"}:
+            native.set_isa(isa)
+            w = World(Case(length=300, dim=24, int8=int8, group=2))
+            found.append((w.run(selection.selected_attention, [250, *[1] * 50]), w.k_bounds))
+    finally:
+        native.set_isa(None)
+    assert all(torch.equal(x, y) for each in found[1:] for x, y in zip(found[0], each, strict=True))
 
 
 @needs_native
@@ -216,7 +250,9 @@ def test_bits_are_those_of_attention_when_nothing_is_selected(change: dict[str, 
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any, scale: float, softcap: float, **_: Any) -> Tensor:
         k_cache, v_cache, _bounds, slots, starts, lengths, tables, _prompts, sinks = rest
-        return attention.attention(q, k, v, k_cache, v_cache, slots, starts, lengths, tables, sinks, scale=scale)
+        return attention.attention(
+            q, k, v, k_cache, v_cache, slots, starts, lengths, tables, sinks, scale=scale
+        )
 
     assert torch.equal(plain.run(attend, steps), found)
 

@@ -16,6 +16,8 @@ from optkit.kernels.cpu import native
 from optkit.lowering.dense import dense_inputs
 from optkit.lowering.lower import lower
 from optkit.machine.target import DATASHEETS
+from optkit.parallel.check import compare
+from optkit.parallel.rank_graph import rank_graph
 from optkit.passes import load
 from optkit.passes.base import PassContext
 from optkit.runtime.engine import Engine
@@ -52,7 +54,9 @@ def int8_graph(kv: str = "int8", **options: object) -> Graph:
     return graph
 
 
-def engine(graph: Graph, num_blocks: int, tokens: int, proposer: Proposer | None = None, host: int = 0) -> Engine:
+def engine(
+    graph: Graph, num_blocks: int, tokens: int, proposer: Proposer | None = None, host: int = 0
+) -> Engine:
     config = SchedulerConfig(
         max_num_seqs=6,
         max_num_batched_tokens=tokens,
@@ -111,7 +115,9 @@ def test_sparse_prefill_and_choice_of_blocks_go_together() -> None:
     found = [dense(graph, ids, TARGET) for graph in (before, after, first)]
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     assert not torch.equal(found[0], dense(int8_graph(), ids, TARGET))
-    assert (dense(after, ids) - found[1]).abs().max() < 0.2 * (dense(int8_graph(), ids) - found[1]).abs().max()
+    assert (dense(after, ids) - found[1]).abs().max() < 0.2 * (
+        dense(int8_graph(), ids) - found[1]
+    ).abs().max()
     inputs = dense_inputs([len(ids)], ids, after.meta.states)
     generated = lower(after, TARGET)(inputs | {PROMPT_LENS: torch.tensor([60], dtype=torch.int32)})
     assert not torch.equal(generated[64:], found[1][64:])
@@ -126,7 +132,9 @@ def test_scores_of_prompts_read_everything() -> None:
             scoring, _ = scoring_graph(each, layers)
             scores.append(dense(scoring, ids, TARGET))
         assert torch.equal(*scores)
-        inputs = {str(node.target) for node in scoring_graph(graph, layers)[0].fx.find_nodes(op="placeholder")}
+        inputs = {
+            str(node.target) for node in scoring_graph(graph, layers)[0].fx.find_nodes(op="placeholder")
+        }
         assert {name for name in inputs if name.startswith("k_bounds")} == bounded
     scoring, _ = scoring_graph(int8_graph(**{**SMALL, "dense": 2}), 2)
     assert PROMPT_LENS not in {str(node.target) for node in scoring.fx.find_nodes(op="placeholder")}
@@ -137,7 +145,8 @@ def test_answers_of_an_evaluation_select_as_a_server_does() -> None:
     context, tail = ids[:140].tolist(), ids[140:].tolist()
     whole, some = (lower(graph, TARGET) for graph in (int8_graph(), int8_graph(**SMALL)))
     wanted, found = (
-        next(RuntimeLogits(model, BLOCK).branches(context, [(tail, len(tail) - 1)])) for model in (whole, some)
+        next(RuntimeLogits(model, BLOCK).branches(context, [(tail, len(tail) - 1)]))
+        for model in (whole, some)
     )
     assert not torch.equal(found, wanted)
     served = engine(int8_graph(**SMALL), 200, 512)
@@ -149,11 +158,16 @@ def test_answers_of_an_evaluation_select_as_a_server_does() -> None:
 def test_native_program_and_reference_agree_when_tokens_select() -> None:
     graph = int8_graph("float32", **SMALL)
     (ids,) = random_ids([150])
-    inputs = dense_inputs([len(ids)], ids, graph.meta.states) | {PROMPT_LENS: torch.tensor([60], dtype=torch.int32)}
+    inputs = dense_inputs([len(ids)], ids, graph.meta.states) | {
+        PROMPT_LENS: torch.tensor([60], dtype=torch.int32)
+    }
     fresh = [dict(inputs) for _ in range(3)]
     for each in fresh:
         each |= {name: torch.zeros_like(x) for name, x in each.items() if name.startswith(("k_", "v_"))}
-    found = [lower(graph, TARGET, programs=programs)(each) for programs, each in zip((True, False), fresh, strict=False)]
+    found = [
+        lower(graph, TARGET, programs=programs)(each)
+        for programs, each in zip((True, False), fresh, strict=False)
+    ]
     assert torch.equal(*found)
     wanted = lower(graph)(fresh[2])
     apart, selected = ((x - wanted).abs().amax(1)[64:] for x in (found[0], dense(int8_graph("float32"), ids)))
@@ -188,6 +202,19 @@ def test_tokens_do_not_depend_on_batch_chunks_preemption_offload_or_drafts(kv: s
     assert drafting.stats().spec_decode_draft_tokens > 0
 
 
+def test_ranks_share_the_heads_of_layers_that_select() -> None:
+    graph = captured("llama", num_hidden_layers=3, num_key_value_heads=4, **LONG)
+    for name in ("fuse_qkv", "fuse_gate_up", "flash_attention", "int8", "kv_int8"):
+        apply(graph, name)
+    apply(graph, "kv_select", **SMALL)
+    (ids,) = random_ids([120])
+    assert compare(graph, 2, ids, TARGET).is_equal
+    specs = rank_graph(graph, 0, 2).meta.kv_specs
+    assert [spec.bounds for spec in specs] == [False, True, True] and {
+        spec.num_kv_heads for spec in specs
+    } == {2}
+
+
 def test_bytes_of_bounds_count_in_the_memory_of_the_pool() -> None:
     before, after = int8_graph(), int8_graph(**SMALL)
     sizes = [kv_layout(graph.meta.states).block_bytes(BLOCK) for graph in (before, after)]
@@ -215,7 +242,9 @@ def test_least_context_is_where_the_cost_model_sees_a_gain() -> None:
     else:
         assert any("no gain is predicted" in reason for reason in reasons(plan))
     plan = checked(graph, "kv_select", budget=1024, min_context=1)[1]
-    assert any("no gain is predicted up to the model's context of 512 tokens" in reason for reason in reasons(plan))
+    assert any(
+        "no gain is predicted up to the model's context of 512 tokens" in reason for reason in reasons(plan)
+    )
 
 
 def test_graph_file_keeps_the_choice() -> None:

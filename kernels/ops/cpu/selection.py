@@ -2,9 +2,9 @@
 blocks and attention in a call.
 
 The blocks of a token depend on its query, its position and the keys of its sequence alone, and attention runs by the
-kernel of ``attention`` with tables of these blocks. So an output row has the same bits in any batch, and with any number
-of threads. AVX-512 and AVX2 give the same bits too; the portable variant rounds otherwise, and may choose another block
-where two are equal up to rounding.
+kernel of ``attention`` with tables of these blocks. So an output row has the same bits in any batch, and with any
+number of threads. AVX-512 and AVX2 give the same bits too; the portable variant rounds otherwise, and may choose
+another block where two are equal up to rounding.
 """
 
 from __future__ import annotations

@@ -146,7 +146,9 @@ def pool(name: str) -> TensorOperand:
 
 def bounds(name: str) -> TensorOperand:
     """A pool of bounds of keys of the graph's inputs."""
-    return TensorOperand(name, Role.CACHE, Source.POOL, Kind.INT8, ("blocks", "block_size", f"bytes_of_{name}"))
+    return TensorOperand(
+        name, Role.CACHE, Source.POOL, Kind.INT8, ("blocks", "block_size", f"bytes_of_{name}")
+    )
 
 
 def state(name: str, shape: str, kind: Kind = Kind.STATE) -> TensorOperand:

@@ -8,7 +8,18 @@ from torch import Tensor
 
 from optkit.graph.ops import attention
 from optkit.graph.ops.attention import POOLS, SEQUENCES, SLOTS, K, Q, V
-from optkit.graph.ops.operands import MAX_INT, Kind, Number, Role, batch, bounds, expect, optional, weight, whole
+from optkit.graph.ops.operands import (
+    MAX_INT,
+    Kind,
+    Number,
+    Role,
+    batch,
+    bounds,
+    expect,
+    optional,
+    weight,
+    whole,
+)
 from optkit.graph.ops.record import CUDA, Op, Sharding, Work
 from optkit.kernels import reference
 
@@ -17,7 +28,14 @@ ON_GPU = "the choice of blocks is written for CPUs; on a GPU the pass skips ever
 
 
 def selected_attention(
-    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, k_bounds: Tensor, *rest: Any, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_bounds: Tensor,
+    *rest: Any,
+    **options: Any,
 ) -> Tensor:
     size = reference.bounds_token_bytes(k.shape[1], k.shape[2])
     expect(k_bounds.shape[2] == size, f"k_bounds has {k_bounds.shape[2]} bytes a token, not {size}")
