@@ -160,9 +160,11 @@ class AskedAfter(RuntimeAnswers):
         return super().answers(document)
 
 
-def answers(full: Executable, some: Executable, tokenizer: object, count: int) -> dict[str, float]:
+def answers(
+    full: Executable, some: Executable, tokenizer: object, tasks: Sequence[str], count: int
+) -> dict[str, float]:
     """Losses of answers in nats a token, of the tasks that the full model answers from the document."""
-    found, given = {}, documents(tokenizer, [LONG], count=count)
+    found, given = {}, documents(tokenizer, [LONG], tasks, count=count)
     reference = KeptAnswers(lambda: RuntimeAnswers(RuntimeLogits(full, BLOCK, long_chunk=CHUNK)))
     served = RuntimeAnswers(RuntimeLogits(some, BLOCK, long_chunk=CHUNK))
     for name, source in (("answer", served), ("asked", AskedAfter(some))):
@@ -209,6 +211,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--min-context", type=int, default=None)
     parser.add_argument("--dense", type=int, default=None)
     parser.add_argument("--windows", type=int, default=4, help="of text, for quality")
+    parser.add_argument("--tasks", nargs="*", default=(), help="of ``optkit eval --long``; default: all")
     parser.add_argument("--documents", type=int, default=1, help="of each task, for answers")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", default="quality,answers,speed")
@@ -220,7 +223,7 @@ def main(arguments: Sequence[str]) -> int:
     if "quality" in parts:
         result |= quality(full, some, ids, given.windows)
     if "answers" in parts:
-        result |= answers(full.executable, some.executable, tokenizer, given.documents)
+        result |= answers(full.executable, some.executable, tokenizer, given.tasks, given.documents)
     if "speed" in parts:
         result |= speed(full, some, ids[:LONG], given.rounds)
     result["load_after"] = os.getloadavg()[0]

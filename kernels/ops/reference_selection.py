@@ -79,7 +79,7 @@ def query_steps(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def most_scores(q: Tensor, bounds: Tensor, scale: float) -> Tensor:
-    """The largest possible scores [H, n] of queries q [H, D] (rounded) with keys within ``bounds`` [n, Hkv, 2 D + 4]."""
+    """The largest possible scores [H, n] of queries q [H, D] (rounded) with keys in ``bounds`` [n, Hkv, 2 D + 4]."""
     values, scales = kv_parts(bounds)
     shared = heads_per_key(q.shape[0], values.shape[1])
     values, scales = (x.repeat_interleave(shared, dim=1) for x in (values.to(torch.float64), scales))
