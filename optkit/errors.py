@@ -17,6 +17,7 @@ REFUSALS = {  # of the operating system: a full disk, a path without permission
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EMFILE, errno.ENFILE),
 }
+FULL = (errno.ENOSPC, errno.EDQUOT)
 CODE_IN_TEXT = re.compile(r"\(os error (\d+)\)")
 
 
@@ -62,7 +63,8 @@ def refusal(error: Exception) -> UserError | None:
     if code not in REFUSALS:
         return None
     path = getattr(error, "filename", None)
-    return UserError(os.strerror(code), where=None if path is None else str(path))
+    fix = "make room on the disks of the output and of the cache (OPTKIT_CACHE)" if code in FULL else None
+    return UserError(os.strerror(code), where=None if path is None else str(path), fix=fix)
 
 
 def printable(text: str) -> str:

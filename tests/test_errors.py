@@ -37,13 +37,16 @@ def test_nearest_suggests_a_close_word_and_lists_all_words_otherwise() -> None:
     assert nearest("zzz", ["b", "a"]) == "known: a, b"
 
 
+ROOM = "make room on the disks of the output and of the cache (OPTKIT_CACHE)"
+
+
 @pytest.mark.parametrize(
     ("error", "line"),
     [
-        (OSError(errno.ENOSPC, "full", "a/b"), "a/b: No space left on device."),
-        (OSError(errno.ENOSPC, "full"), "No space left on device."),
+        (OSError(errno.ENOSPC, "full", "a/b"), f"a/b: No space left on device. {ROOM}."),
+        (OSError(errno.ENOSPC, "full"), f"No space left on device. {ROOM}."),
         (OSError(errno.EROFS, "read-only", Path("a")), "a: Read-only file system."),
-        (RuntimeError("serializing: I/O error: full (os error 28)"), "No space left on device."),
+        (RuntimeError("serializing: I/O error: full (os error 28)"), f"No space left on device. {ROOM}."),
     ],
 )
 def test_refusal_names_path_and_reason_when_the_operating_system_refuses(error: Exception, line: str) -> None:

@@ -300,7 +300,7 @@ async def chat(engines: Pair, turns: int, tpot_ms: float) -> dict[str, Any]:
                         peer_address=info.peer_address,
                     )  # fmt: skip
                     left = prefill_seconds(table, len(history) - 32 * hits)
-                    candidates.append(Candidate(report, hits, 32 * hits, 0.0, left))
+                    candidates.append(Candidate(report, hits, 32 * hits, 0.0, left, hits))
                 ways = [
                     local(candidates[1], len(history), placement.tpot),
                     *placement(Prompt(chains, history), candidates),

@@ -38,6 +38,8 @@ TTFT_MS, TPOT_MS, GOODPUT = 10.0, 0.8, 0.95  # bounds
 STREAMS, REPLICAS, STEP_SECONDS = 16, 4, 0.010
 VOCABULARY = 49152  # of the default artifact
 SLOWEST_TPOT, SLOWEST_TTFT = 1.2 * STEP_SECONDS, 0.150
+EVENT, DONE = b'"text":', b"data: [DONE]"  # of a streamed answer
+ANSWER_SECONDS, START_SECONDS = 120.0, 120.0
 
 
 @dataclass(frozen=True)
@@ -58,17 +60,50 @@ def timed(start: float, times: Sequence[float], num_tokens: int) -> Timed:
     return Timed(times[0] - start, (times[-1] - times[0]) / max(1, num_tokens - 1), num_tokens)
 
 
+class EventTimes(asyncio.Protocol):
+    """The times of a stream's events. A protocol in place of an HTTP library, whose processor time a token was as much
+    as that of the server, on the same cores.
+
+    Attributes:
+        times: of the events with text, by ``time.perf_counter``.
+        answer: all bytes.
+        closed: ends with the connection.
+    """
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.answer = bytearray()
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        searched = max(0, len(self.answer) - len(EVENT) + 1)
+        self.answer += data
+        self.times += [time.perf_counter()] * self.answer.count(EVENT, searched)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+
 async def streamed(client: httpx.AsyncClient, ids: list[int], max_tokens: int) -> Timed:
-    """An answer over HTTP; a chunk is a token here."""
+    """An answer over HTTP from the server of ``client``, on a connection of its own; a chunk is a token here."""
     body = {"prompt": ids, "max_tokens": max_tokens, "temperature": 0, "stream": True, "ignore_eos": True}
-    times, start = [], time.perf_counter()
-    async with client.stream("POST", "/v1/completions", json=body) as lines:
-        if lines.status_code != 200:
-            raise SystemExit((await lines.aread()).decode())
-        async for line in lines.aiter_lines():
-            if line.startswith('data: {"') and '"text":' in line:
-                times.append(time.perf_counter())
-    return timed(start, times, max_tokens)
+    url, content = client.base_url, json.dumps(body).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: {url.host}:{url.port}\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
+    )
+    start = time.perf_counter()
+    transport, events = await asyncio.get_running_loop().create_connection(EventTimes, url.host, url.port)
+    try:
+        transport.write(head.encode() + content)
+        async with asyncio.timeout(ANSWER_SECONDS):
+            await events.closed
+    finally:
+        transport.close()
+    if not events.answer.startswith(b"HTTP/1.1 200") or DONE not in events.answer:
+        raise SystemExit(f"no whole answer: {events.answer[-500:].decode(errors='replace')}")
+    return timed(start, events.times, max_tokens)
 
 
 def cpu_of(process: psutil.Process) -> dict[str, float]:
@@ -84,13 +119,8 @@ def cpu_of(process: psutil.Process) -> dict[str, float]:
             kind = "server"
         elif "optkit.runtime.process.worker" in words:
             kind = "engines"
-        kind = (
-            "replicas"
-            if kind.startswith("ray::Worker")
-            else kind.partition(":")[0]
-            if "ray::" in kind
-            else kind
-        )
+        elif kind.startswith("ray::"):
+            kind = "replicas" if kind.startswith("ray::Worker") else kind.partition(".")[0]
         found[kind] = found.get(kind, 0.0) + times.user + times.system
     return found
 
@@ -220,14 +250,26 @@ async def through_fleet(model: str, args: argparse.Namespace) -> tuple[list[Time
         async def ask(index: int, ids: list[int]) -> Timed:
             return await streamed(client, ids, args.max_tokens)
 
+        await all_ready(client, REPLICAS)
         await asyncio.gather(*(streamed(client, [50 + index], 5) for index in range(STREAMS)))  # warm
         server = psutil.Process(int(client.headers["x-server"]))
-        before = cpu_of(server)
+        before, own = cpu_of(server), time.process_time()
         answers, seconds = await load(ask, args)
         tokens = sum(answer.num_tokens for answer in answers)
-        for kind, spent in cpu_of(server).items():
-            print(f"CPU us a token, {kind:12} {1e6 * (spent - before.get(kind, 0.0)) / tokens:6.0f}")
+        used = {kind: spent - before.get(kind, 0.0) for kind, spent in cpu_of(server).items()}
+        used["clients"] = time.process_time() - own
+        for kind, spent in used.items():
+            print(f"CPU us a token, {kind:28} {1e6 * spent / tokens:6.0f}")
+        print(f"CPU, cores: {sum(used.values()) / seconds:.2f}")
         return answers, seconds
+
+
+async def all_ready(client: httpx.AsyncClient, count: int) -> None:
+    """Return when ``count`` replicas take requests; the server is ready with the first one."""
+    wanted = f'optkit:fleet_replicas{{state="ready"}} {float(count)}'
+    async with asyncio.timeout(START_SECONDS):
+        while wanted not in (await client.get("/metrics")).text.splitlines():
+            await asyncio.sleep(0.25)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -102,7 +102,7 @@ def figure(model_type: str, fields: dict[str, Any], length: int, rounds: int) ->
     model = executable(changed(graph, PASSES, present_target("cpu")))
     if not recurrent_of(model.states):
         raise ValueError(f"{model_type} has no recurrent state")
-    engine = engine_of(model, max_num_seqs=2, kv_cache_bytes=256 << 20, max_model_len=2 * length + 256)
+    engine = engine_of(model, max_num_seqs=2, kv_cache_bytes=256 << 20, max_model_len=length + 256)
     prompts = random_prompts(rounds + 1, length, model.vocab_size)
     round_of(engine, prompts[-1])  # warm up
     found = [round_of(engine, prompt) for prompt in prompts[:-1]]

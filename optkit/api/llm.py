@@ -92,7 +92,10 @@ class LLM:
     ) -> None:
         self.name, self.tokenizer, self.info = name, tokenizer, info
         self._engine, constraints = engine, ConstraintChecker(tokenizer)
-        self._prompts = PromptReader(tokenizer, info.config.max_model_len, constraints, defaults=defaults)
+        limits = info.config
+        self._prompts = PromptReader(
+            tokenizer, limits.max_model_len, constraints, defaults=defaults, limits=limits
+        )
         self._requests = Requests(name, engine, self._prompts, info.config.max_num_seqs)
         self._finalizer = weakref.finalize(self, end, engine, constraints)
 

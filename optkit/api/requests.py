@@ -112,6 +112,7 @@ class Requests:
         jobs, deltas = await self._start(request)
         answers = await collect(deltas, len(jobs), lambda delta: None)
         ids, first = jobs[0].request.prompt_ids, answers[0].first
+        forgotten = sum(answer.num_forgotten or 0 for answer in answers)
         if request.is_ranked:
             answers = best(answers, request.num_choices, request.num_returned)
         choices = [self._choice(request, answer, answer.parts) for answer in answers]
@@ -122,6 +123,7 @@ class Requests:
             first.cached_tokens if first else 0,
             ttft(first) if first else 0.0,
             first.kept_tokens if first else None,
+            forgotten,
         )
 
     async def _start(self, request: GenerationRequest) -> tuple[list[ChoiceJob], AsyncGenerator[Delta, None]]:

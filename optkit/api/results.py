@@ -65,6 +65,7 @@ class Completion:
         cached_tokens: prompt tokens whose KV was in the prefix cache.
         ttft_seconds: time to the first token, from the call on.
         kept_tokens: prompt tokens that SpecPrefill computed, of all; None for a prompt computed whole.
+        forgotten_tokens: tokens that the last token of each choice did not see, with a rolling window.
     """
 
     prompt: str
@@ -73,6 +74,7 @@ class Completion:
     cached_tokens: int = 0
     ttft_seconds: float = 0.0
     kept_tokens: int | None = None
+    forgotten_tokens: int = 0
 
     @property
     def text(self) -> str:

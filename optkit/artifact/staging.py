@@ -1,7 +1,12 @@
-"""Publication of a directory: written aside, flushed, then renamed. A half-written directory is never visible."""
+"""Publication of a directory: written aside, flushed, then renamed. A half-written directory is never visible.
+
+A directory that was there before stays until the new one is complete. On Linux both change places in a single step, so
+``out`` is the old or the new artifact whenever the process is killed.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import glob
 import os
 import shutil
@@ -11,8 +16,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from optkit.artifact.manifest import is_artifact
-from optkit.errors import UserError
+from optkit.errors import FULL, UserError
 from optkit.machine.locks import locked
+
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of renameat2(2)
 
 
 def check_output(out: Path, *, force: bool) -> None:
@@ -49,7 +56,11 @@ def check_folder(out: Path) -> None:
 
 @contextmanager
 def staging(out: Path, *, force: bool) -> Iterator[Path]:
-    """A temporary directory beside ``out``: renamed to ``out`` after success, removed otherwise."""
+    """A temporary directory beside ``out``: renamed to ``out`` after success, removed otherwise.
+
+    Raises:
+        UserError: ``out`` is refused (``check_output``), or the disk is full.
+    """
     check_output(out, force=force)
     out.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(out)
@@ -59,6 +70,11 @@ def staging(out: Path, *, force: bool) -> Iterator[Path]:
             yield directory
             flush(directory)
             publish(directory, out)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            what = f"the artifact was not written: {os.strerror(error.errno)}"
+            raise UserError(what, where=str(out), fix="make room and repeat the command") from error
         finally:
             shutil.rmtree(directory, ignore_errors=True)
 
@@ -85,10 +101,16 @@ def flush(directory: Path) -> None:
 
 
 def publish(directory: Path, out: Path) -> None:
-    """Rename into place. A replaced artifact moves aside first and comes back if the rename fails."""
+    """Rename into place; what was at ``out`` is then at ``directory``, or gone.
+
+    Where the system can't exchange two directories, a replaced artifact moves aside first and comes back if the rename
+    fails. A process that is killed between both renames leaves no ``out`` there.
+    """
     directory.chmod(0o755)
     if not out.exists():
         directory.rename(out)
+        return
+    if exchanged(directory, out):
         return
     aside = Path(tempfile.mkdtemp(prefix=staging_prefix(out), dir=out.parent))
     aside.rmdir()
@@ -99,3 +121,15 @@ def publish(directory: Path, out: Path) -> None:
         aside.rename(out)
         raise
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def exchanged(one: Path, other: Path) -> bool:
+    """Let two directories change places in a single step; False where system or file system can't.
+
+    Source: renameat2(2), Linux 3.15 and glibc 2.28 or musl 1.2.6.
+    """
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    if rename is None:
+        return False
+    paths = os.fsencode(one), os.fsencode(other)
+    return rename(AT_FDCWD, paths[0], AT_FDCWD, paths[1], RENAME_EXCHANGE) == 0

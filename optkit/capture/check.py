@@ -65,6 +65,7 @@ def check_capture(
     last = graph.meta.max_model_len - len(second)
     with eager(model), short_configuration(model, short), fixed_rope(model, rope):
         expected = eager_logits(model, first)
+        refuse_not_finite(model, expected, graph.meta.model_type)
         if own_attention:
             check_implementations(model, first, expected)
         compare("in a whole prompt", whole(executable, first), expected, *limit)
@@ -77,6 +78,22 @@ def check_capture(
         cache: dict[str, Any] = {"past_key_values": LongCache(last)} if counted else {}
         far = eager_logits(model, second, position_ids=positions(second, last)[None], **cache)
         compare(f"from position {last} on", whole(executable, second, last), far, *limit)
+
+
+def refuse_not_finite(model: Any, logits: Tensor, model_type: str) -> None:
+    """Refuse a model whose own logits are NaN or infinite, and name the first weight that is.
+
+    Raises:
+        UnsupportedModel: a logit is not finite.
+    """
+    if bool(logits.isfinite().all()):
+        return
+    broken = next((name for name, weight in model.named_parameters() if not weight.isfinite().all()), None)
+    if broken is not None:
+        what = f"the weight {broken} has values that are NaN or infinite"
+        raise UnsupportedModel(what, where=model_type, fix="download or copy the checkpoint again")
+    what = "its logits in transformers are NaN or infinite, so there is nothing to compare with"
+    raise UnsupportedModel(what, where=model_type)
 
 
 def check_implementations(model: Any, ids: Tensor, expected: Tensor) -> None:

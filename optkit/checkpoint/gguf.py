@@ -58,6 +58,7 @@ def convert(file: Path, digest: str, temporary: Path, written: Path) -> None:
     source = {"gguf_file": "model.gguf", "local_files_only": True}
     try:
         with read_once():
+            refuse_cut(file)
             kinds = checked_blocks(file)
             tokenizer = AutoTokenizer.from_pretrained(alone, **source)
             try:
@@ -113,6 +114,26 @@ def note_of(directory: Path) -> str:
     if lost:
         parts.append(f"every quantizing pass rounds {', '.join(lost)} anew")
     return "; ".join(parts)
+
+
+def refuse_cut(file: Path) -> None:
+    """Refuse a file whose end is missing, as a download that broke off leaves it.
+
+    Raises:
+        UserError: the header or a tensor goes on behind the end of the file.
+    """
+    from gguf import GGUFReader
+
+    try:
+        GGUFReader(file)
+    except (IndexError, ValueError) as error:  # of numpy, about slices behind the end
+        if "reshape" in str(error) or "out of bounds" in str(error):
+            raise UserError(
+                f"the file is damaged, or its end is missing: {' '.join(str(error).split())[:200]}",
+                where=str(file),
+                fix="download or copy it again",
+            ) from error
+        raise
 
 
 def checked_blocks(file: Path) -> dict[str, int]:

@@ -26,8 +26,8 @@ def export(
 ) -> None:
     """Write an artifact's model as a GPTQ, AWQ or float checkpoint.
 
-    An artifact is already a compressed-tensors checkpoint, which transformers and vLLM load. Export is for engines
-    that read only GPTQ, AWQ or float weights.
+    An artifact is already a compressed-tensors checkpoint, which transformers loads, and vLLM where it has kernels for
+    the layers (docs/artifact.md). Export is for engines that read only GPTQ, AWQ or float weights.
 
     gptq: weights of 2, 3, 4 or 8 bits, also in act-order; every layer but the head, all with the same bits and
     groups. awq: 4 bits in groups, version gemm. hf: the float values of the codes; possible for any artifact.

@@ -132,6 +132,8 @@ def _dry_run(model: str, recipe: Recipe, adapters: list[Path], as_json: bool) ->
         console.stdout.print(f"source: {note}")
     if plan.get("estimate"):
         console.stdout.print(plan["estimate"]["line"])
+        if plan["estimate"].get("refusal"):
+            console.stdout.print(f"the run would be refused: {plan['estimate']['refusal']}", markup=False)
     for entry in plan["passes"]:
         console.stdout.print(_plan_line(entry))
         for skip in entry["skips"]:

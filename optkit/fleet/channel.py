@@ -1,8 +1,8 @@
-"""The way of tokens between a server and a replica: one TCP connection for all requests.
+"""Tokens between a server and a replica: one TCP connection for all requests.
 
-Ray places, counts and replaces replicas, and its calls carry reports and orders, a few a second. Tokens come hundreds
-of times a second, and a call of Ray costs more processor time than the step behind it. So each replica listens at a
-port, and ``ChannelClient`` has the four calls of a link (``optkit.fleet.wire.Link``) over a connection::
+Ray places, counts and replaces replicas; reports and orders, a few a second, are calls of Ray. Tokens come hundreds of
+times a second, and a call of Ray costs more processor time than the engine's step. So each replica listens at a port,
+and ``ChannelClient`` has the four calls of a link (``optkit.fleet.wire.Link``) over a connection::
 
     server  Hello(nonce)
     client  Join(nonce, proof)
@@ -10,9 +10,12 @@ port, and ``ChannelClient`` has the four calls of a link (``optkit.fleet.wire.Li
     client  Submit, Abort, ...              # as requests come and go
     server  events (``wire.Events``), ...   # all that came since the last frame
 
-A frame is a 4-byte big-endian length and as many bytes of msgpack. An empty frame says "alive", once a second where
-nothing else is said; a side without a word for some seconds has gone. The proofs are HMACs of both nonces by the secret
-of the deployment. The bytes are not encrypted, as those of KV between replicas.
+Messages are msgpack in frames (``optkit.fleet.frames``). An empty frame is a keep-alive, sent once a second when idle;
+a connection without a frame for some seconds counts as lost. The proofs are HMACs of both nonces with the secret of the
+deployment. The bytes are not encrypted, like those of KV between replicas.
+
+Before the proof a connection may send one small frame within ``JOIN_SECONDS``, and at most ``MAX_STRANGERS``
+connections are in that state. After the proof the other side is trusted, but a wrong message ends the connection.
 """
 
 from __future__ import annotations
@@ -21,34 +24,28 @@ import asyncio
 import hmac
 import logging
 import os
-import struct
 import uuid
 from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
 
+from optkit.fleet import frames as framing
 from optkit.fleet import wire
+from optkit.fleet.frames import KEEP_ALIVE, ChannelError, Frames, decoded
 from optkit.fleet.replica import ReplicaGone
 from optkit.fleet.served_replica import ServedReplica
 
 log = logging.getLogger("optkit.fleet")
 
-ALIVE = b""  # the body of a frame without a message
-BEAT_SECONDS = 1.0
-SILENT_BEATS = 4  # without a word from a replica, after which its streams move to others
-SILENT_SERVER_BEATS = 15  # without a word from a server, after which its requests are aborted
-JOIN_SECONDS = 5.0
+SILENT_BEATS = 4  # without a frame from a replica, after which the streams move to other replicas
+SILENT_SERVER_BEATS = 15  # without a frame from a server, after which the server's requests are aborted
+JOIN_SECONDS = 5.0  # for the exchange of proofs
 NONCE_BYTES = 32
-MAX_FRAME = 256 * 2**20  # prompts of some million tokens, and logprobs of them
+MAX_STRANGERS = 64  # connections before the proof; further ones are closed
 MAX_STRANGER_FRAME = 4096  # before the proof
-LENGTH = struct.Struct(">I")
 
 M = TypeVar("M")
-
-
-class ChannelError(Exception):
-    """The other side is gone, silent, or says something else than the protocol allows."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -85,73 +82,24 @@ _from_client: msgspec.msgpack.Decoder[Submit | Abort] = msgspec.msgpack.Decoder(
 
 
 def proof(secret: bytes, side: str, nonces: tuple[bytes, bytes]) -> bytes:
-    """The proof of ``secret`` by ``side``, for the nonces of server and client."""
+    """The proof of ``secret`` by ``side``, for the nonces of server and client.
+
+    Raises:
+        ChannelError: a nonce has another length than ``NONCE_BYTES``.
+    """
+    if any(len(nonce) != NONCE_BYTES for nonce in nonces):
+        raise ChannelError(f"a nonce must have {NONCE_BYTES} bytes")
     key = hmac.digest(secret, b"optkit fleet channel", "sha256")
     return hmac.digest(key, b"\0".join((side.encode(), *nonces)), "sha256")
 
 
-class Frames:
-    """A connection as frames. Methods raise ChannelError."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-        self._is_closed = False
-
-    def send(self, body: bytes) -> None:
-        """Send a frame; the kernel gets the bytes at once or as the other side reads."""
-        if self._is_closed or self._writer.is_closing():
-            raise ChannelError("the connection is closed")
-        self._writer.write(LENGTH.pack(len(body)) + body)
-
-    async def sent(self) -> None:
-        """Return when little is waiting to be sent."""
-        try:
-            await self._writer.drain()
-        except ConnectionError as error:
-            raise ChannelError(f"the connection broke: {error}") from error
-
-    @property
-    def num_unsent(self) -> int:
-        """Bytes that the kernel has not taken."""
-        return self._writer.transport.get_write_buffer_size()
-
-    async def receive(self, silent_beats: int, most: int = MAX_FRAME) -> bytes:
-        """The body of the next frame. Several short waits bear a pause of this process; a long one would not."""
-        for _ in range(silent_beats):
-            try:
-                async with asyncio.timeout(BEAT_SECONDS):
-                    (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-                break
-            except TimeoutError:
-                continue
-            except (EOFError, OSError) as error:
-                raise ChannelError("the connection broke") from error
-        else:
-            raise ChannelError(f"no word for {silent_beats * BEAT_SECONDS:g} s")
-        if length > most:
-            raise ChannelError(f"a frame of {length} bytes")
-        try:
-            async with asyncio.timeout(silent_beats * BEAT_SECONDS):
-                return await self._reader.readexactly(length)
-        except TimeoutError as error:
-            raise ChannelError("half a frame came") from error
-        except (EOFError, OSError) as error:
-            raise ChannelError("the connection broke") from error
-
-    async def message(self, decoder: msgspec.msgpack.Decoder[M]) -> M:
-        """A message before the proof."""
-        return decoded(decoder, await self.receive(round(JOIN_SECONDS / BEAT_SECONDS), MAX_STRANGER_FRAME))
-
-    def close(self) -> None:
-        self._is_closed = True
-        self._writer.close()
-
-
-def decoded(decoder: msgspec.msgpack.Decoder[M], body: bytes) -> M:
+async def first_message(frames: Frames, decoder: msgspec.msgpack.Decoder[M]) -> M:
+    """A message before the proof; raises ChannelError."""
     try:
-        return decoder.decode(body)
-    except msgspec.MsgspecError as error:
-        raise ChannelError(f"no message of the protocol: {error}") from error
+        async with asyncio.timeout(JOIN_SECONDS):
+            return decoded(decoder, await frames.receive(SILENT_SERVER_BEATS, MAX_STRANGER_FRAME))
+    except TimeoutError as error:
+        raise ChannelError("no proof came in time") from error
 
 
 class ChannelServer:
@@ -164,7 +112,9 @@ class ChannelServer:
     def __init__(self, served: ServedReplica, secret: bytes) -> None:
         self._served, self._secret = served, secret
         self._server: asyncio.Server | None = None
+        self._strangers: set[Frames] = set()
         self._open: set[Frames] = set()
+        self._tasks: set[asyncio.Task[None]] = set()  # one for each connection
 
     async def start(self, host: str) -> tuple[str, int]:
         """Listen at any free port of ``host``; returns the address."""
@@ -180,60 +130,83 @@ class ChannelServer:
                     await asyncio.sleep(0.01)
 
     async def close(self) -> None:
-        """End all connections."""
+        """Stop listening, and end all connections with their requests."""
         if self._server is not None:
             self._server.close()
-        for frames in list(self._open):
-            frames.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Begin a connection."""
         frames = Frames(reader, writer)
-        try:
-            await self._welcome(frames)
-        except ChannelError as error:
-            log.warning("a connection to the replica was refused: %s", error)
+        if len(self._strangers) >= MAX_STRANGERS:
             frames.close()
             return
-        self._open.add(frames)
-        link = uuid.uuid4().hex
-        await self._served.open(link)
-        hearing = asyncio.create_task(self._hear(frames, link))
+        task = asyncio.create_task(self._connection(frames))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _connection(self, frames: Frames) -> None:
+        """Serve a connection from the first byte to the last."""
         try:
-            while True:
-                frames.send(await self._served.take(link))
-                await frames.sent()
-        except (ChannelError, ReplicaGone) as error:
-            log.info("the link of a server has ended: %s", error)
+            self._strangers.add(frames)
+            try:
+                await self._welcome(frames)
+            finally:
+                self._strangers.discard(frames)
+            self._open.add(frames)
+            await self._serve(frames)
+        except ChannelError as error:
+            log.warning("a connection to the replica was refused: %s", error)
+        except Exception:
+            log.exception("a connection to the replica failed")
         finally:
-            hearing.cancel()
             self._open.discard(frames)
-            self._served.close(link)
             frames.close()
 
+    async def _serve(self, frames: Frames) -> None:
+        """Carry requests and events of a link until either direction ends; then all requests of the link end."""
+        link = uuid.uuid4().hex
+        await self._served.open(link)
+        ways = [asyncio.create_task(way(frames, link)) for way in (self._send_events, self._take_requests)]
+        try:
+            done, _ = await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            for way in done:
+                way.result()
+        except (ChannelError, ReplicaGone, msgspec.MsgspecError) as error:
+            log.info("the link of a server has ended: %s", error)
+        finally:
+            for way in ways:
+                way.cancel()
+            self._served.close(link)
+            await asyncio.gather(*ways, return_exceptions=True)
+
     async def _welcome(self, frames: Frames) -> None:
-        """Take a client with the secret."""
+        """Exchange proofs; raises ChannelError for a client without the secret."""
         nonce = os.urandom(NONCE_BYTES)
         frames.send(wire.encode(Hello(nonce)))
-        join = await frames.message(_join)
+        join = await first_message(frames, _join)
         if not hmac.compare_digest(join.proof, proof(self._secret, "client", (nonce, join.nonce))):
             raise ChannelError("another secret")
         frames.send(wire.encode(Welcome(proof(self._secret, "server", (nonce, join.nonce)))))
 
-    async def _hear(self, frames: Frames, link: str) -> None:
-        """Begin and abort requests, as the client says."""
-        try:
-            while True:
-                body = await frames.receive(SILENT_SERVER_BEATS)
-                if body == ALIVE:
-                    continue
-                message = decoded(_from_client, body)
-                if isinstance(message, Submit):
-                    await self._served.submit(link, message.sent)
-                else:
-                    await self._served.abort(link, message.request_id)
-        except (ChannelError, ReplicaGone, msgspec.MsgspecError) as error:
-            log.info("a server has gone: %s", error)
-            self._served.close(link)
+    async def _send_events(self, frames: Frames, link: str) -> None:
+        while True:
+            frames.send(await self._served.take(link))
+            await frames.sent()
+
+    async def _take_requests(self, frames: Frames, link: str) -> None:
+        """Begin and abort requests, as the client asks."""
+        while True:
+            body = await frames.receive(SILENT_SERVER_BEATS)
+            if body == KEEP_ALIVE:
+                continue
+            message = decoded(_from_client, body)
+            if isinstance(message, Submit):
+                await self._served.submit(link, message.sent)
+            else:
+                await self._served.abort(link, message.request_id)
 
 
 class ChannelClient:
@@ -274,11 +247,11 @@ class ChannelClient:
             raise self._gone(error) from error
 
     async def _beat(self) -> None:
-        """Say "alive" once a second."""
+        """Send a keep-alive once a second."""
         with suppress(ChannelError):
             while True:
-                await asyncio.sleep(BEAT_SECONDS)
-                self._frames.send(ALIVE)
+                await asyncio.sleep(framing.BEAT_SECONDS)
+                self._frames.send(KEEP_ALIVE)
 
     def _gone(self, error: ChannelError) -> ReplicaGone:
         return ReplicaGone(str(error), was_begun=False, replica_id=self._replica_id)
@@ -301,11 +274,11 @@ async def connect(host: str, port: int, secret: bytes, replica_id: str) -> Chann
         raise gone(error) from error
     frames = Frames(reader, writer)
     try:
-        hello = await frames.message(_hello)
+        hello = await first_message(frames, _hello)
         nonce = os.urandom(NONCE_BYTES)
         nonces = hello.nonce, nonce
         frames.send(wire.encode(Join(nonce, proof(secret, "client", nonces))))
-        welcome = await frames.message(_welcome)
+        welcome = await first_message(frames, _welcome)
         if not hmac.compare_digest(welcome.proof, proof(secret, "server", nonces)):
             raise ChannelError("another secret")
     except BaseException as error:

@@ -17,6 +17,10 @@ TIMEOUT = 30.0  # of a call
 POLL_SECONDS = 1.0
 
 
+class NoAnswer(UserError):
+    """The dashboard could not be reached."""
+
+
 class Cluster:
     """The dashboard at ``address``, an http or https URL.
 
@@ -93,7 +97,7 @@ class Cluster:
             answer = self._client.request(method, PATH, json=body)
         except httpx.HTTPError as error:
             fix = "start one with ray start --head, or give --address http://HEAD:8265"
-            raise UserError("no Ray cluster answers here", where=self.address, fix=fix) from error
+            raise NoAnswer("no Ray cluster answers here", where=self.address, fix=fix) from error
         if answer.status_code in (401, 403):
             fix = f"set RAY_AUTH_TOKEN, or put the token into {TOKEN_FILE}"
             raise UserError("the cluster wants another token", where=self.address, fix=fix)

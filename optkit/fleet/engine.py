@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from optkit.fleet.failover import Failover, Placed, Wanted
 from optkit.fleet.handover import budget, heir
@@ -38,21 +37,28 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class _Known:
-    """A replica of the fleet, with the last report and the time of the report."""
+    """A replica of the fleet, with the last report.
+
+    Attributes:
+        is_heard: the last question was answered. A flag in place of the report's age, since a process that did not run
+            for some seconds has old reports of good replicas.
+    """
 
     member: Member
     watch: asyncio.Task[None] | None = None
     report: ReplicaReport | None = None
     info: EngineInfo | None = None
-    heard: float = float("-inf")
+    is_heard: bool = False
 
     @property
     def is_ready(self) -> bool:
         """The replica takes requests."""
         report = self.report
-        is_heard = time.monotonic() - self.heard < SILENCE_SECONDS
         return (
-            is_heard and report is not None and report.is_ready and not (report.is_draining or report.is_held)
+            self.is_heard
+            and report is not None
+            and report.is_ready
+            and not (report.is_draining or report.is_held)
         )
 
 
@@ -172,13 +178,16 @@ class FleetEngine:
         while True:
             was_ready = known.is_ready
             try:
-                async with asyncio.timeout(SILENCE_SECONDS):
-                    await self._ask(known)
-            except (ReplicaGone, TimeoutError) as error:
-                known.heard = float("-inf")
-                if isinstance(error, ReplicaGone):
-                    self.failover.source_gone(known.member.replica_id)
-                    self.router.remove(known.member.replica_id)
+                await in_parts(self._ask(known), SILENCE_SECONDS)
+            except TimeoutError:
+                known.is_heard = False
+            except ReplicaGone:
+                known.is_heard = False
+                self.failover.source_gone(known.member.replica_id)
+                self.router.remove(known.member.replica_id)
+            except Exception:
+                known.is_heard = False
+                log.exception("a report of the replica %s is of no use", known.member.replica_id)
             if known.is_ready and not was_ready:
                 self.failover.wake()
             self._wake()
@@ -197,7 +206,7 @@ class FleetEngine:
             self._info = self._info or known.info
         self.router.update(report, since, asked)
         self._totals.set(name, report.stats, report.num_restarts)
-        known.report, known.heard = report, time.monotonic()
+        known.report, known.is_heard = report, True
         if report.is_draining and last is not None and not last.is_draining:
             await self._hand_over(report)
 
@@ -293,6 +302,21 @@ class FleetEngine:
                 raise answer
             found.append(answer)
         return found
+
+
+async def in_parts(work: Coroutine[Any, Any, T], seconds: float) -> T:
+    """The result of ``work``, or TimeoutError after two waits of half the time.
+
+    A pause of the process ends the first wait; the second finds the answer that came meanwhile.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        for _ in range(2):
+            if (await asyncio.wait([task], timeout=seconds / 2))[0]:
+                return task.result()
+        raise TimeoutError
+    finally:
+        task.cancel()
 
 
 def _load(known: _Known) -> int:

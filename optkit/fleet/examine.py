@@ -5,13 +5,14 @@ the old version's is a failure: prompts are tokenized once, whichever version an
 
 *Comparison*: rounds of prompts, each prompt to both replicas, one after the other in a random order, beside the
 clients' requests. Time to first token and time per token are compared by prompt; the ratio of the medians has an
-interval over rounds (``optkit.bench.statistics``). A replica is good when both intervals lie below the bound, and bad
-when one lies above. An interval around the bound asks for more rounds, at most twice; what is not shown then has
-failed.
+interval over rounds (``optkit.bench.statistics``). A replica passes when both intervals lie below the bound, and fails
+when one lies above. With the bound inside an interval more rounds follow, at most twice; a replica without a verdict
+then has failed.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import random
@@ -25,7 +26,7 @@ import msgspec
 
 from optkit.bench.statistics import Interval, ratio_interval
 from optkit.errors import UserError
-from optkit.fleet.replica import Replica, Work
+from optkit.fleet.replica import Replica, ReplicaGone, Work
 from optkit.fleet.rollout import Verdict
 from optkit.runtime.types import EngineRequest, SamplingParams
 
@@ -37,6 +38,7 @@ PROMPTS_A_ROUND = 3
 TEST_LENGTHS, LENGTHS = (1, 40, 200), (64, 128, 256)  # tokens of prompts
 TEST_TOKENS, TOKENS = 16, 16  # of answers
 BOUND = 1.1
+ANSWER_SECONDS = 300.0  # of an answer, after which the replica has failed
 METRICS = {"ttft": "time to first token", "tpot": "time per token"}
 
 Rounds = list[tuple[dict[int, float], dict[int, float]]]
@@ -91,17 +93,24 @@ async def ask(replica: Replica, request: EngineRequest) -> Answer:
     """The answer of ``replica`` alone.
 
     Raises:
-        ExamFailed: an error in place of tokens.
-        ReplicaGone: the replica died.
+        ExamFailed: an error in place of tokens, a death of the replica, or no end within ``ANSWER_SECONDS``.
     """
     begun, times, tokens = time.monotonic(), list[float](), list[int]()
-    async with aclosing(cast(Any, replica.generate(Work(request=request)))) as outputs:
-        async for output in outputs:
-            if output.error is not None:
-                raise ExamFailed(f"{replica.replica_id} failed a request: {output.error}")
-            if output.token_ids:
-                times.append(time.monotonic())
-                tokens += output.token_ids
+    try:
+        async with (
+            asyncio.timeout(ANSWER_SECONDS),
+            aclosing(cast(Any, replica.generate(Work(request=request)))) as outputs,
+        ):
+            async for output in outputs:
+                if output.error is not None:
+                    raise ExamFailed(f"{replica.replica_id} failed a request: {output.error}")
+                if output.token_ids:
+                    times.append(time.monotonic())
+                    tokens += output.token_ids
+    except ReplicaGone as gone:
+        raise ExamFailed(f"{replica.replica_id} died: {gone}") from gone
+    except TimeoutError as error:
+        raise ExamFailed(f"{replica.replica_id} had no answer within {ANSWER_SECONDS:g} s") from error
     if not times:
         raise ExamFailed(f"{replica.replica_id} answered without a token")
     return Answer(tokens, times[0] - begun, (times[-1] - times[0]) / max(1, len(tokens) - 1))
@@ -204,6 +213,6 @@ def _ratio(found: Interval | None) -> str:
 
 
 def same_tokenizer(new: str, old: str) -> bool:
-    """True where both artifacts have the same tokenizer.json."""
+    """True where both artifacts have the same tokenizer.json; raises OSError where a file can't be read."""
     digests = [hashlib.sha256((Path(each) / "tokenizer.json").read_bytes()).digest() for each in (new, old)]
     return digests[0] == digests[1]

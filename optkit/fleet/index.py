@@ -129,7 +129,11 @@ class Index:
         self._tables.pop(replica_id, None)
 
     def held(self, replica_id: str, blocks: Blocks, now: float) -> int:
-        """The first blocks of a prompt that the replica holds."""
+        """The first blocks of a prompt that the replica holds.
+
+        Args:
+            now: infinite leaves expectations out.
+        """
         table = self._tables.get(replica_id)
         if table is None or not table.ends:
             return 0

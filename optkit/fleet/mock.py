@@ -32,7 +32,7 @@ from optkit.recipe.engine_options import EngineOptions
 from optkit.runtime.engine import Engine
 from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.structured.compiler import Grammars, vocabulary
-from optkit.runtime.types import Batch, ScheduledRequest, StateCopy
+from optkit.runtime.types import Batch, BlockCopy, ScheduledRequest, StateCopy
 from optkit.simulation.step_costs import StepCosts, taught_cost_model
 
 MOCK_FACTORY = "optkit.fleet.mock:factory"
@@ -126,8 +126,14 @@ class TokenKV:
     def write_block(self, block: int, data: np.ndarray) -> None:
         self.slots[block * self.block_size : (block + 1) * self.block_size] = data.view(np.int64)
 
+    def copy_block(self, copy: BlockCopy) -> None:
+        rows = self.slots.reshape(self.num_blocks, self.block_size)
+        rows[copy.to] = rows[copy.source]
+
     def write_and_read(self, item: ScheduledRequest) -> np.ndarray:
         """Write the new tokens of ``item``; the tokens [n] int64 of the sequence up to there, as read back."""
+        for at, token in enumerate(item.sinks):
+            self.slots[item.request.block_tables[0][0] * self.block_size + at] = token
         request, groups = item.request, len(self.kv_windows)
         places = [self._slots(item, group) for group in range(groups)]
         for group, slots in enumerate(places):
@@ -144,7 +150,7 @@ class TokenKV:
 
     def _slots(self, item: ScheduledRequest, group: int) -> np.ndarray:
         """The slots of the tokens that the queries of ``item`` read in ``group``."""
-        start, window = item.request.num_computed, self.kv_windows[group]
+        start, window = item.request.num_held, self.kv_windows[group]
         positions = np.arange(max(0, start - window + 1) if window else 0, start + item.num_new)
         blocks = np.array(item.request.block_tables[group])[positions // self.block_size]
         if (blocks < 0).any():

@@ -140,7 +140,7 @@ class MockReplica:
             replica_id=self._id,
             version=self.version,
             is_draining=self.is_draining,
-            queue_seconds=sum(cost.prefill_seconds(r.num_pending, r.num_computed) for r in prompts) + step,
+            queue_seconds=sum(cost.prefill_seconds(r.num_pending, r.num_held) for r in prompts) + step,
             prefill_seconds=(0.0, *map(cost.prefill_seconds, PREFILL_SIZES)),
             decode_seconds=step,
             num_running=stats.num_running,

@@ -94,7 +94,7 @@ class Placement:
         size = alike[0].report.block_size
         last = max(0, len(prompt) - 1) // size
         peers = [each for each in alike if each.report.peer_address]
-        holders = nlargest(2, peers, key=lambda peer: peer.hit_blocks)
+        holders = nlargest(2, peers, key=lambda peer: peer.reported_blocks)
         sources = [computing(peer, last * size, self.tpot) for peer in peers if computes(peer, last)]
         sources = nsmallest(2, sources, key=lambda source: source.cost)
         enough = min(local(each, len(prompt), self.tpot).cost for each in alike)
@@ -154,8 +154,11 @@ class Way:
     tpot: float | None
 
     def fetched(self, peer: Candidate) -> Option:
-        """With the further blocks of ``peer``; without digests where there are none."""
-        last = max(min(peer.hit_blocks, self.last), self.num_known)
+        """With the further blocks of ``peer``; without digests where there are none.
+
+        Blocks that the peer is expected to have, but has not reported, would not be there yet.
+        """
+        last = max(min(peer.reported_blocks, self.last), self.num_known)
         arrival = PRIOR_SECONDS + self._seconds(last - self.num_known)
         return self._option(arrival, self._fetch(peer.report, last), last)
 

@@ -39,13 +39,17 @@ class Examination:
 
 async def examined(exam: Exam) -> Verdict:
     """The verdict of ``exam`` on the replicas of the cluster."""
-    if exam.new and exam.old and not await asyncio.to_thread(same_tokenizer, exam.new, exam.old):
+    try:
+        is_same = not (exam.new and exam.old) or await asyncio.to_thread(same_tokenizer, exam.new, exam.old)
+    except OSError as error:
+        return Verdict(False, f"the tokenizers can't be compared: {error}")
+    if not is_same:
         return Verdict(
             False, "the tokenizer is another: deploy it under another --name, or with --strategy recreate"
         )
     engine = FleetEngine(RayMembers(exam.fleet))
-    info = await engine.start(START_SECONDS)
     try:
+        info = await engine.start(START_SECONDS)
         if exam.kind == "test":
             return await tested(await _member(engine, exam.canary), info.vocab_size)
         canary, baseline = [await _member(engine, name) for name in (exam.canary, exam.baseline)]

@@ -31,12 +31,17 @@ The rules of a decision:
    and of these the replica whose last cold prompt is the oldest: so streams spread and caches fill evenly. A prompt
    that arrives waits for the end of a step, so a smaller difference is none; without the rule the replica that had been
    measured last, or fastest, would get all short prompts.
-4. The blocks of the prompt count as the chosen replica's from now on, for the predicted time and ``EXPECT_SECONDS``.
+4. A way over another replica (``alternatives``) wins when it saves ``FETCH_SHARE`` of the best local way: the work of
+   two replicas, a transfer and its failures weigh more than a difference within the error of the predictions.
+5. The blocks of the prompt count from now on, for the predicted time and ``EXPECT_SECONDS``, as those of the replica
+   that computes the prompt. Where a prompt is computed for the chosen replica, that is the source: a prompt with the
+   same prefix that is sent to the chosen replica meanwhile would be computed again.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -58,6 +63,7 @@ EXPECT_SECONDS = 2.0  # blocks of a prompt are expected so long after the predic
 STALE_SECONDS = 5.0  # without a report
 CLOSE_SHARE = 0.10  # over the best: the second rank
 COLD_SHARE = 0.05
+FETCH_SHARE = 0.10  # of the best local way's cost, to be saved by a way over another replica
 STEPS, LEAST_STEP = 2, 0.010  # a step of the best replica counts as at least so many seconds
 
 
@@ -85,6 +91,8 @@ class Decision:
         runner_up: the replica with the next best option, and the predicted seconds; None where there is no other.
         ranks: replicas in order: the chosen, those within ``CLOSE_SHARE`` of the best, the rest.
         is_cold: no replica's cache mattered.
+        holder: the replica that computes the prompt, so has the blocks first: the source of a computed prompt, else
+            the chosen replica.
     """
 
     number: int
@@ -104,6 +112,7 @@ class Decision:
     at: float
     keys: Sequence[int] = field(repr=False, default=())
     charges: tuple[tuple[str, float], ...] = field(repr=False, default=())
+    holder: str = ""
     expected_until: float = 0.0
 
     def __str__(self) -> str:
@@ -253,7 +262,7 @@ class Router:
         if self.alternatives is not None:
             more = self.alternatives(prompt, candidates, now)
             options = sorted([*options, *more], key=_cost)
-            if options[0].cost < best.cost and options[0].fetch is not None:
+            if options[0].fetch is not None and options[0].cost < best.cost * (1 - FETCH_SHARE):
                 best = options[0]
         return self._take(prompt, best, options, is_cold, now)
 
@@ -267,7 +276,7 @@ class Router:
         if known is None or known.report.version != decision.version:
             return
         now = self.clock()
-        self._expect(decision, known, now, now + EXPECT_SECONDS)
+        self._expect(decision, decision.replica_id, now, now + EXPECT_SECONDS)
         if first is not None and log.isEnabledFor(logging.DEBUG):
             log.debug(
                 "%s at %s: first token after %.3f s (predicted %.3f), %d tokens cached (predicted %d)",
@@ -281,7 +290,7 @@ class Router:
 
     def withdrawn(self, decision: Decision) -> None:
         """The prompt is not computed: refused, failed, or without a client before the first token."""
-        self.index.disappoint(decision.replica_id, decision.keys, decision.expected_until)
+        self.index.disappoint(decision.holder, decision.keys, decision.expected_until)
         for name, seconds in decision.charges:
             if known := self._known.get(name):
                 known.backlog.take_back(seconds, self.clock(), decision.at)
@@ -310,9 +319,12 @@ class Router:
     def _candidate(self, num_tokens: int, blocks: Blocks, known: _Known, now: float) -> Candidate:
         report = known.report
         hits = self.index.held(report.replica_id, blocks, now)
+        reported = 0
+        if hits and self.alternatives is not None:
+            reported = min(hits, self.index.held(report.replica_id, blocks, math.inf))
         tokens = hits * report.block_size
         prefill = prefill_seconds(report.prefill_seconds, num_tokens - tokens)
-        return Candidate(report, hits, tokens, known.backlog.seconds(now), prefill)
+        return Candidate(report, hits, tokens, known.backlog.seconds(now), prefill, reported)
 
     def _least_recent(self, options: Sequence[Option], is_cold: bool) -> Option:
         """The option to take: the best; of cold prompts the least recently given among those near the best."""
@@ -352,6 +364,7 @@ class Router:
             at=now,
             keys=_published_keys(blocks, chosen),
             charges=best.charges,
+            holder=best.fetch.source if best.fetch is not None and best.fetch.computes else chosen.replica_id,
         )
         for name, seconds in best.charges:
             if name in self._known:
@@ -360,14 +373,16 @@ class Router:
         known.last_given = decision.number
         if is_cold:
             known.last_cold = decision.number
-        self._expect(decision, known, now, now + best.seconds + EXPECT_SECONDS)
+        self._expect(decision, decision.holder, now, now + best.seconds + EXPECT_SECONDS)
         log.info("%s", decision)
         return decision
 
-    def _expect(self, decision: Decision, known: _Known, now: float, until: float) -> None:
-        if decision.keys and not known.report.holds_ends:
-            self.index.expect(decision.replica_id, decision.keys, until, budget=known.budget, now=now)
-            decision.expected_until = until
+    def _expect(self, decision: Decision, holder: str, now: float, until: float) -> None:
+        """Count the blocks of the prompt as those of ``holder``."""
+        known = self._known.get(holder)
+        if known is not None and decision.keys and not known.report.holds_ends:
+            self.index.expect(holder, decision.keys, until, budget=known.budget, now=now)
+            decision.holder, decision.expected_until = holder, until
 
 
 def _cost(option: Option) -> float:

@@ -76,7 +76,9 @@ class Candidate:
     """A replica that may take a prompt, with the predicted parts of the time to first token in seconds.
 
     Attributes:
-        hit_blocks, hit_tokens: of the prompt, in the replica's cache.
+        hit_blocks, hit_tokens: of the prompt, in the replica's cache when the prompt would start: reported, or expected
+            from prompts sent before.
+        reported_blocks: of ``hit_blocks``, those of reports, which other replicas can fetch now.
     """
 
     report: ReplicaReport
@@ -84,6 +86,7 @@ class Candidate:
     hit_tokens: int
     queue: float
     prefill: float
+    reported_blocks: int = 0
 
     @property
     def replica_id(self) -> str:

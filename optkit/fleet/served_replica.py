@@ -143,4 +143,5 @@ class ServedReplica:
                 )
             )
         finally:
-            link.requests.pop(name, None)
+            if link.requests.get(name) is asyncio.current_task():  # else the id is in use again
+                del link.requests[name]

@@ -15,12 +15,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from optkit.errors import UserError
-from optkit.fleet.cluster import Cluster, reason_in, status_of
+from optkit.fleet.cluster import Cluster, NoAnswer, reason_in, status_of
 from optkit.fleet.config import FleetConfig
 from optkit.fleet.examine import BOUND, Exam
 from optkit.fleet.manifests import (
@@ -38,10 +38,13 @@ log = logging.getLogger("optkit.fleet")
 
 POLL_SECONDS = 0.5
 SILENCE_SECONDS = 60.0  # of the dashboard, before an update ends
+EXAM_SECONDS = 1800.0  # of an examination, after which it has failed
 MOST_DEATHS = 1  # of new replicas during an update; machines die, too
 EXAM_PATH = f"{__package__}.ray_app:build_exam"
 LEAVING = ("STOPPING", "STOPPED")
 RUNNING = ("RUNNING", "UPDATING")  # UPDATING: takes a user config while it serves
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -93,10 +96,12 @@ def _replicas(details: Mapping[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _is_open(application: Mapping[str, Any] | None) -> bool:
-    """True where clients may come to the replicas of an application."""
+    """True where clients may come to the replicas of an application, which is the default of the deployment."""
     if application is None:
         return False
-    return bool(application["deployments"][0]["user_config"]["open"])
+    for deployment in application.get("deployments") or ():
+        return bool((deployment.get("user_config") or {}).get("open", True))
+    return True
 
 
 def _staying(details: Mapping[str, Any] | None) -> list[dict[str, Any]]:
@@ -145,7 +150,7 @@ class ClusterControl:
         """The replicas as Serve shows them, with the effect of all actions so far."""
         try:
             applications = await asyncio.to_thread(self._cluster.applications)
-        except UserError:
+        except NoAnswer:
             if time.monotonic() - self._heard > SILENCE_SECONDS:
                 raise
             return self._views
@@ -219,7 +224,7 @@ class ClusterControl:
             ends = [self._apps[self.old]["name"], self._exam_name]
             applications = [replicas(self._config), *([servers(self._config)] if self._servers else [])]
             config = {**http_options(self._config, self._port), "applications": applications}
-            await asyncio.to_thread(self._cluster.deploy, config, ends)
+            await _patiently(self._cluster.deploy, config, ends)
         else:
             await self._apply()
 
@@ -235,7 +240,7 @@ class ClusterControl:
             ends = [self._apps[version]["name"] for version, count in self._counts.items() if not count]
             ends += [] if self._exam else [self._exam_name]
             config = {**http_options(self._config, self._port), "applications": [*versions, *extra]}
-            await asyncio.to_thread(self._cluster.deploy, config, ends)
+            await _patiently(self._cluster.deploy, config, ends)
 
     # -- verdicts ---------------------------------------------------------------------------------------
 
@@ -257,7 +262,7 @@ class ClusterControl:
         )
 
     async def _examined(self, exam: Exam) -> Verdict:
-        """The verdict of an application that exists for it alone."""
+        """The verdict of an application that exists for the examination alone."""
         self._exam = {
             "name": self._exam_name,
             "route_prefix": None,
@@ -266,9 +271,10 @@ class ClusterControl:
         }
         try:
             await self._apply()
-            while True:
+            end = time.monotonic() + EXAM_SECONDS
+            while time.monotonic() < end:
                 await asyncio.sleep(POLL_SECONDS)
-                found = (await asyncio.to_thread(self._cluster.applications)).get(self._exam_name)
+                found = (await _patiently(self._cluster.applications)).get(self._exam_name)
                 if (
                     found is None
                     or (found.get("deployed_app_config") or {}).get("args") != self._exam["args"]
@@ -279,9 +285,22 @@ class ClusterControl:
                     return Verdict(True, _held(exam))
                 if status == "DEPLOY_FAILED":
                     return Verdict(False, reason_in(message))
+            return Verdict(False, f"the examination had no end within {EXAM_SECONDS / 60:g} minutes")
         finally:
             self._exam = None
             await self._apply()
+
+
+async def _patiently(call: Callable[..., T], *arguments: Any) -> T:
+    """The dashboard's answer to ``call``, a blocking method; without an answer, asked again for SILENCE_SECONDS."""
+    end = time.monotonic() + SILENCE_SECONDS
+    while True:
+        try:
+            return await asyncio.to_thread(call, *arguments)
+        except NoAnswer:
+            if time.monotonic() >= end:
+                raise
+            await asyncio.sleep(POLL_SECONDS)
 
 
 def _held(exam: Exam) -> str:

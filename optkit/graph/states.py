@@ -108,6 +108,7 @@ class KVSpec:
     def views(self, buffers: Sequence[Tensor], block_size: int) -> tuple[Tensor, ...]:
         """Buffers of bytes [n, bytes of a block] as pools, one an input of ``inputs``."""
         dtype, extra = KV_DTYPES[self.dtype]
+        rows: list[tuple[torch.dtype, tuple[int, ...]]]
         rows = [(dtype, (self.num_kv_heads, dim + extra)) for dim in self.row_dims]
         rows += [(torch.int8, self.pool_bytes[-1:])] * self.bounds
         return tuple(

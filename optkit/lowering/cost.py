@@ -20,7 +20,7 @@ from optkit.graph.ir import TWO_FOUR, Graph
 from optkit.graph.ops.operands import Role
 from optkit.graph.ops.record import Work
 from optkit.graph.shapes import Point, infer_shapes
-from optkit.kernels import reference
+from optkit.kernels import PLAIN, reference
 from optkit.kernels.two_four import STORED
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 CACHE_BYTES = 1 << 20  # activations below this stay in the last private cache level
 FLOPS_A_STATE = 6.0  # of a token, for each element of the state: decay, correction, update, output
 SPARSE_DENSITY = "sparse_density"  # annotation: share of the keys that block-sparse prefill reads
+# int8 products for one of attention over an int8 cache: two for scores, whose queries have 16 bits, and one for values.
+INT8_PRODUCTS = 1.5
 SELECTION = 0.08  # work of the choice of keys by block-sparse prefill, as a share of dense attention
 DISPATCH_SECONDS = {"cpu": 4e-6, "cuda": 2e-6}  # per op
 FREE_OPS = {"getitem", "aten.reshape.default", "aten.transpose.int", "aten.split.Tensor", "aten.slice.Tensor",
@@ -223,6 +225,9 @@ def attention(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point:
     per_token = sum(pool.shape[2] * pool.shape[3] * pool.element_size() for pool in pools)
     kv = point.sequences * min(point.context, window + new) * per_token
     flops = 2.0 * pairs * q.shape[1] * (q.shape[2] + v.shape[2])
+    on_int8 = q.dtype == torch.float32 and any(pool.dtype == torch.int8 for pool in pools)
+    if on_int8 and node.meta.get("kernel") != PLAIN:
+        return Cost(int8_ops=INT8_PRODUCTS * flops, kv_bytes=kv + bounds)
     return Cost(**products(flops, q), kv_bytes=kv + bounds)
 
 

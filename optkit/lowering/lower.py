@@ -27,6 +27,7 @@ from optkit.graph.ops import op_name
 from optkit.graph.ops.aten import is_creator
 from optkit.graph.ops.attention import ATTENTION
 from optkit.graph.ops.record import Work
+from optkit.graph.relative import bound_to_positions
 from optkit.graph.states import PROMPT_LENS, KVSpec, has_bounds
 from optkit.graph.stored import StoredTensor
 from optkit.graph.variants import SharedWeights
@@ -96,10 +97,11 @@ class Executable:
     """A lowered graph: a call with the batch inputs of docs/architecture.md returns logits [L, V] float32.
 
     ``variants`` are the variants by number of tokens (``optkit.graph.variants``), the last for any number.
+    ``keeps_all`` is the reason why sequences keep all their tokens, empty where a rolling window may forget some.
     """
 
-    def __init__(self, lowered: Sequence[LoweredVariant]) -> None:
-        self.variants, meta = tuple(lowered), lowered[-1].meta
+    def __init__(self, lowered: Sequence[LoweredVariant], keeps_all: str = "") -> None:
+        self.variants, meta, self.keeps_all = tuple(lowered), lowered[-1].meta, keeps_all
         self.inputs = tuple(dict.fromkeys(name for variant in lowered for name in variant.inputs))
         self.states = meta.states
         self.kv_specs: list[KVSpec] = list(meta.kv_specs)
@@ -137,7 +139,7 @@ class Executable:
 
     def at(self, tokens: int) -> Executable:
         """The model with the variant for ``tokens`` tokens in steps of any number."""
-        return Executable([replace(self.variant(tokens), limit=None)])
+        return Executable([replace(self.variant(tokens), limit=None)], self.keeps_all)
 
     @property
     def weight_bytes(self) -> int:
@@ -192,16 +194,13 @@ def lower(
     graph's layers is lowered separately. ``streamed`` leaves float weights on disk (``optkit.lowering.streamed``).
     ``shared`` has the weights that other graphs of the caller read, too.
     """
-    spans = variants.spans(graph)
+    spans, keeps_all = variants.spans(graph), bound_to_positions(graph)
     if not spans:
         working = graph if consume else graph.clone()
-        return Executable(
-            [
-                lower_variant(
-                    working, target, None, device, dtype, programs, specialize, shared, packed, streamed
-                )
-            ]
+        whole = lower_variant(
+            working, target, None, device, dtype, programs, specialize, shared, packed, streamed
         )
+        return Executable([whole], keeps_all)
     parts = [variants.at(graph, tokens) for tokens in spans.values()]
     shared = shared or SharedWeights()
     shared.names |= SharedWeights(parts).names
@@ -212,7 +211,7 @@ def lower(
         )
     if consume:
         graph.weights.clear()
-    return Executable(lowered)
+    return Executable(lowered, keeps_all)
 
 
 def lower_variant(

@@ -33,10 +33,17 @@ def private_dir(path: Path) -> Path:
     """Create ``path`` with mode 0700, or check the owner and the mode of an existing directory.
 
     Raises:
-        UserError: the directory is a symlink, belongs to another user, or is writable by other users.
+        UserError: the directory can't be made, is a symlink, belongs to another user, or is writable by other users.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.mkdir(mode=0o700, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:  # a file of the name, a place without permission, a full disk
+        raise UserError(
+            f"the cache directory can't be made: {error.strerror or error}",
+            where=str(path),
+            fix="set OPTKIT_CACHE to a directory that you can write, on a disk with room",
+        ) from error
     info = path.lstat()
     problem = None
     if stat.S_ISLNK(info.st_mode):

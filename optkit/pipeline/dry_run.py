@@ -13,24 +13,32 @@ from typing import Any
 
 from optkit.checkpoint.locate import resolve
 from optkit.checkpoint.validate import validate_checkpoint
+from optkit.errors import UserError
 from optkit.evaluation.limits import FINAL_TOKENS
 from optkit.machine.present import planning_target
 from optkit.machine.target import Target
 from optkit.passes.base import PassContext, no_progress
 from optkit.passes.resolve import Alternatives, Resolved, ResolvedPass, resolve_passes
 from optkit.pipeline.alternatives import predicted_trials
-from optkit.pipeline.estimate import estimate
+from optkit.pipeline.estimate import estimate, refuse_what_cannot_fit
 from optkit.pipeline.measurement import predict
 from optkit.pipeline.runner import keep_unmeasured, run_pass
 from optkit.recipe.schema import Recipe
 
 
 def estimated(directory: Path, resolved: Sequence[Resolved], target: Target) -> dict[str, Any] | None:
-    """Seconds and bytes of a run, with a line of text; None without weights, and for GPUs."""
+    """Seconds and bytes of a run, with a line of text, and the refusal of a run that cannot fit this machine.
+
+    None without weights, and for GPUs.
+    """
     info = validate_checkpoint(directory, weights=False)
     if not info.tensors or target.kind != "cpu":
         return None
     found = estimate(info, resolved, target, FINAL_TOKENS)
+    try:
+        refuse_what_cannot_fit(found, target, Path.cwd())
+    except UserError as error:
+        return {**found.to_dict(), "line": found.line(), "refusal": str(error)}
     return {**found.to_dict(), "line": found.line()}
 
 

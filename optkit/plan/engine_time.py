@@ -16,7 +16,7 @@ import torch
 
 from optkit.runtime.engine import Engine
 from optkit.runtime.scheduling.config import SchedulerConfig
-from optkit.runtime.types import Batch, EngineRequest, SamplingParams, StateCopy
+from optkit.runtime.types import Batch, BlockCopy, EngineRequest, SamplingParams, StateCopy
 
 COUNTS = (1, 8)  # sequences of a step
 STEPS = 40  # decodes that are measured; the median counts
@@ -54,6 +54,9 @@ class NoModel:
         pass
 
     def copy_states(self, copies: Sequence[StateCopy]) -> None:
+        pass
+
+    def copy_block(self, copy: BlockCopy) -> None:
         pass
 
 

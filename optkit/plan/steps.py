@@ -27,7 +27,6 @@ from optkit.machine.target import Target
 from optkit.plan.shares import BY_KIND, Shares, Unit
 
 BY_SEQUENCE = (Work.ATTENTION, Work.RECURRENT)  # ops whose work depends on the sequences of a step
-HALVES = 1.5  # int8 products for one of attention over an int8 cache: one for scores; two for values, of 16-bit weights
 INT4_BYTES = 0.75  # of a weight, with its scales: below, the weights are of four bits
 
 
@@ -267,8 +266,6 @@ def attention_unit(node: fx.Node, values: Mapping[fx.Node, Any]) -> Unit:
 
 def compute_seconds(unit: Unit, cost: Cost, target: Target) -> float:
     """Seconds of the arithmetic of ``cost`` at the peak rates; a type without units runs as float32."""
-    if unit is Unit.ATTENTION_INT8 and target.kind == "cpu" and target.int8_ops:
-        return HALVES * cost.flops / target.int8_ops
     eight = target.fp8_flops if unit is Unit.FP8 else target.int8_ops
     rates = (target.fp32_flops, target.bf16_flops, eight)
     work = (cost.flops, cost.half_flops, cost.int8_ops)

@@ -107,6 +107,29 @@ class SchedulingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             le=0.9,
         ),
     ] = 0.5
+    rolling_window: Annotated[
+        int,
+        about(
+            "Tokens that a longer answer still sees, beside the first ones (--sink-tokens). Such an answer takes no "
+            "more memory and may go on beyond the model's context. 0: all, up to the context. A request may choose "
+            "otherwise (rolling_window).",
+            unit="tokens",
+            recipe="serving.rolling_window",
+            ge=0,
+            le=MAX_TOKENS,
+        ),
+    ] = 0
+    sink_tokens: Annotated[
+        int,
+        about(
+            "First tokens of a prompt that a rolling window never forgets; models fail without them. At most a "
+            "block.",
+            unit="tokens",
+            recipe="serving.sink_tokens",
+            ge=0,
+            le=1024,
+        ),
+    ] = 4
     scheduling_policy: Annotated[
         Literal["fcfs", "slo"],
         about(

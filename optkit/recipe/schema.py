@@ -158,6 +158,8 @@ class Serving(_Section):
     pinned_cache_share: Annotated[float, Field(allow_inf_nan=False, **bounds("pinned_cache_share"))] = (
         DEFAULTS.pinned_cache_share
     )
+    rolling_window: Annotated[int, Field(**bounds("rolling_window"))] = DEFAULTS.rolling_window
+    sink_tokens: Annotated[int, Field(**bounds("sink_tokens"))] = DEFAULTS.sink_tokens
     kv_offload_bytes: OffloadBytes | None = DEFAULTS.kv_offload_bytes
     state_checkpoints: Annotated[int, Field(**bounds("state_checkpoints"))] | None = (
         DEFAULTS.state_checkpoints

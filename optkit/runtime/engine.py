@@ -44,6 +44,7 @@ from optkit.runtime.specprefill.queue import ScoringQueue
 from optkit.runtime.structured.compiler import Grammars
 from optkit.runtime.types import (
     Batch,
+    BlockCopy,
     EngineRefusal,
     EngineRequest,
     EngineStats,
@@ -181,6 +182,9 @@ class Engine:
         if batch.state_copies:
             self.runner.copy_states(batch.state_copies)
         for transfer in batch.transfers:
+            if isinstance(transfer, BlockCopy):
+                self.runner.copy_block(transfer)
+                continue
             try:
                 self._copy(transfer)
             except (OSError, CorruptBlock):
@@ -439,6 +443,4 @@ def no_check() -> None:
 
 def work_of(batch: Batch) -> list[Work]:
     """The work of each sequence, for an observer."""
-    return [
-        Work(item.num_new, item.request.num_computed + item.num_new, len(item.draft)) for item in batch.items
-    ]
+    return [Work(item.num_new, item.request.num_held + item.num_new, len(item.draft)) for item in batch.items]

@@ -36,7 +36,7 @@ from optkit.runtime.sampling.draft_model import DraftModel
 from optkit.runtime.sampling.proposer import Lengths, NgramProposer, Speculator
 from optkit.runtime.scheduling.cost_model import CostModel
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
-from optkit.runtime.specprefill.load import scoring_queue
+from optkit.runtime.specprefill.load import check_choices, scoring_queue
 from optkit.runtime.structured.compiler import Grammars, vocabulary
 from optkit.runtime.types import EngineRefusal, SamplingParams
 
@@ -89,6 +89,7 @@ def load_engine(artifact_dir: str, options: EngineOptions) -> Engine:
         UserError: the artifact can't be loaded or fails on a first request, or the options contradict each other.
     """
     os.environ.setdefault("ONEDNN_CACHE_CONTEXT_UNSAFE", "1")  # weights never move: skip primitive rebuilds
+    check_choices(options)
     artifact = Artifact.open(artifact_dir, verify=False)
     zero = None
     if (size := num_ranks(artifact, options)) > 1:
@@ -259,6 +260,7 @@ def scheduler_config(
             num_checkpoints=checkpoints,
             variant_limits=model.variant_limits,
             kv_windows=layout.windows,
+            keeps_all=model.keeps_all if isinstance(model, Executable) else "",
         )
     except ValueError as error:
         raise UserError(str(error), where="options of the runtime", fix="optkit serve --help") from error

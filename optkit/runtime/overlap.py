@@ -103,15 +103,18 @@ class OverlapScheduler(Scheduler):
 
     steps_in_flight = 2
     _last_completed = 0.0
+    _in_flight: PlannedStep | None = None  # the latest planned step, without results
 
     def advance(self, batch: Batch) -> PlannedStep:
         """Go on as if ``batch``, just queued, had run."""
-        shape = step_work(batch.items)
-        return PlannedStep(batch, tuple(map(self._advance, batch.items)), shape, self.step_start)
+        shape, expected = step_work(batch.items), tuple(map(self._advance, batch.items))
+        self._in_flight = PlannedStep(batch, expected, shape, self.step_start)
+        return self._in_flight
 
     def complete(self, planned: PlannedStep, results: list[Result]) -> list[TokenOutput]:
         """Record the results of a planned step, as ``update`` does."""
         now = self.clock()
+        self._landed(planned)
         begun = max(planned.started, self._last_completed)  # a step starts after the end of the step before
         self._last_completed, outputs = now, list[TokenOutput]()
         if not planned.batch.transfers:
@@ -128,8 +131,20 @@ class OverlapScheduler(Scheduler):
 
     def retract(self, planned: PlannedStep) -> Batch:
         """Undo ``planned``, the last incomplete step. Returns the part of the batch to run now."""
+        self._landed(planned)
         items = tuple(expected.item for expected in planned.expected if self._take_back(expected))
         return Batch(items)
+
+    def _landed(self, planned: PlannedStep) -> None:
+        if self._in_flight is planned:
+            self._in_flight = None
+
+    def _roll(self, request: Request) -> bool:
+        """See ``Scheduler``. A request with tokens in flight waits, since a step may be taken back."""
+        flying = self._in_flight.batch.items if self._in_flight else ()
+        if any(item.request is request for item in flying) and self.kv.rolls(request):
+            return False
+        return super()._roll(request)
 
     def _advance(self, item: ScheduledRequest) -> Expected:
         request = item.request
@@ -285,4 +300,4 @@ def samples_on_device(item: ScheduledRequest) -> bool:
     steered = p.logit_bias or p.allowed_token_ids or p.min_tokens or p.constraint or p.bad_words
     penalized = p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
     scored = p.logprobs is not None or p.prompt_logprobs is not None
-    return not (item.draft or steered or penalized or scored)
+    return not (item.draft or steered or penalized or scored or item.sinks)

@@ -8,6 +8,7 @@ collected in Python in a third of the time of two dozen numpy calls. torch takes
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -25,7 +26,7 @@ from optkit.graph.states import (
 )
 from optkit.runtime.kv.pools import allocate_buffers, allocate_states, dtype_label
 from optkit.runtime.kv.windows import first_block
-from optkit.runtime.types import Batch, StateCopy
+from optkit.runtime.types import Batch, BlockCopy, Request, ScheduledRequest, StateCopy
 
 
 class ServableModel(Protocol):
@@ -91,6 +92,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, batch: Batch) -> torch.Tensor:
         """Logits [sum of num_logits, vocab_size] float32, in batch order."""
+        batch = with_sinks(batch)
         arrays = self.batch_inputs(batch)
         if self.num_slots:
             arrays[STATE_SLOTS] = state_slots(batch, self.num_slots)
@@ -119,6 +121,12 @@ class ModelRunner:
             for copy in copies:
                 pool[copy.to].copy_(pool[copy.source])
 
+    def copy_block(self, copy: BlockCopy) -> None:
+        """Copy the KV of a block in all layers, after the steps before."""
+        for pair in self._buffers:
+            for buffer in pair:
+                buffer[copy.to].copy_(buffer[copy.source])
+
     def read_block(self, block: int) -> np.ndarray:
         """The KV of ``block`` in the layers of its group, as bytes [n] uint8 on the host."""
         if self._block_rows:
@@ -141,6 +149,32 @@ class ModelRunner:
     def _bytes_of(self, block: int) -> list[torch.Tensor]:
         """The bytes of ``block`` in each buffer, as views."""
         return [buffer[block] for pair in self._buffers for buffer in pair]
+
+
+def with_sinks(batch: Batch) -> Batch:
+    """``batch`` with the sinks of each item as a sequence of their own before the item (``optkit.runtime.kv.rolling``).
+
+    Kernels store the keys and values of all sequences of a call before they attend.
+    """
+    if not any(item.sinks for item in batch.items):
+        return batch
+    items: list[ScheduledRequest] = []
+    for item in batch.items:
+        items += [sinks_of(item), replace(item, sinks=())] if item.sinks else [item]
+    return replace(batch, items=tuple(items))
+
+
+def sinks_of(item: ScheduledRequest) -> ScheduledRequest:
+    """The sinks of ``item`` as a sequence at the first positions that are not forgotten, without logits."""
+    request = item.request
+    sequence = Request(
+        request.received,
+        [*item.sinks, request.token_ids[0]],  # a token more, so that none is the last
+        block_tables=[table[:1] for table in request.block_tables],
+        first_blocks=[0],
+        position_shift=request.num_forgotten,
+    )
+    return ScheduledRequest(sequence, len(item.sinks))
 
 
 def state_slots(batch: Batch, num_slots: int) -> np.ndarray:
@@ -173,22 +207,23 @@ def chunk_inputs(
 ) -> dict[str, np.ndarray]:
     """``batch_inputs`` of a batch with any number of tokens of each request."""
     items = batch.items
-    starts = np.array([item.request.num_computed for item in items], dtype=np.int64)  # [S]
+    starts = np.array([item.request.num_held for item in items], dtype=np.int64)  # [S]
     counts = np.array([item.num_new for item in items], dtype=np.int64)  # [S]
     query_start = np.zeros(len(items) + 1, dtype=np.int64)
     np.cumsum(counts, out=query_start[1:])
     rows = np.repeat(np.arange(len(items)), counts)  # [T]
-    positions = np.arange(query_start[-1]) + (starts - query_start[:-1])[rows]  # [T]
+    places = np.arange(query_start[-1]) + (starts - query_start[:-1])[rows]  # [T]
+    shifts = np.array([item.request.position_shift + item.request.num_forgotten for item in items])  # [S]
     inputs: dict[str, np.ndarray] = {
         "input_ids": new_tokens(batch),
-        "positions": token_positions(batch, positions),
+        "positions": token_positions(batch, places + shifts[rows]),
         "query_start": query_start.astype(np.int32),
         "seq_lens": (starts + counts).astype(np.int32),
         "logits_index": last_rows(query_start[1:], np.array([item.num_logits for item in items])),
     }
     for number, group in enumerate(groups):
         tables = block_tables(batch, block_size, number, group, null)
-        slots = tables[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
+        slots = tables[rows, places // block_size].astype(np.int64) * block_size + places % block_size
         inputs |= zip(table_inputs(number), (slots, tables), strict=True)
     return inputs
 
@@ -198,12 +233,13 @@ def decode_inputs(
 ) -> dict[str, np.ndarray]:
     """``batch_inputs`` of a batch with one token of each request."""
     requests = [item.request for item in batch.items]
-    positions = [request.num_computed for request in requests]  # places, as far as there are gaps
+    places = [request.num_held for request in requests]
+    positions = [request.num_computed + request.position_shift for request in requests]
     inputs: dict[str, np.ndarray] = {
-        "input_ids": np.array([r.token_ids[at] for r, at in zip(requests, positions, strict=True)], np.int64),
+        "input_ids": np.array([request.token_ids[request.num_computed] for request in requests], np.int64),
         "positions": token_positions(batch, np.array(positions, np.int64)),
         "query_start": np.arange(len(requests) + 1, dtype=np.int32),
-        "seq_lens": np.array([at + 1 for at in positions], np.int32),
+        "seq_lens": np.array([at + 1 for at in places], np.int32),
         "logits_index": np.array([i for i, item in enumerate(batch.items) if item.num_logits], np.int64),
     }
     for number, group in enumerate(groups):
@@ -211,7 +247,7 @@ def decode_inputs(
         room = group.fraction * block_size
         slots = [
             r.block_tables[number][at // block_size] * room + at % block_size
-            for r, at in zip(requests, positions, strict=True)
+            for r, at in zip(requests, places, strict=True)
         ]
         inputs |= zip(table_inputs(number), (np.array(slots, np.int64), tables), strict=True)
     return inputs
@@ -246,7 +282,7 @@ def new_tokens(batch: Batch) -> np.ndarray:
 
 def block_tables(batch: Batch, block_size: int, number: int, group: KVGroup, null: int) -> np.ndarray:
     """[S, B] int32, padded with 0; only blocks with tokens up to the step, and from the first that a token reads."""
-    used = [-(-(item.request.num_computed + item.num_new) // block_size) for item in batch.items]
+    used = [-(-(item.request.num_held + item.num_new) // block_size) for item in batch.items]
     tables = np.zeros((len(used), max(used)), dtype=np.int32)
     for row, (item, count) in enumerate(zip(batch.items, used, strict=True)):
         table, first = item.request.block_tables[number], 0

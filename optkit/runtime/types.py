@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import msgspec
 
 from optkit.runtime.kv.peers import KVSource
+from optkit.runtime.kv.rolling import Rolling, RollingWindow
 from optkit.runtime.prefill import Prefill
 from optkit.runtime.specprefill.settings import SpecPrefill
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from optkit.runtime.kv.prefix_cache import Node
+    from optkit.runtime.sampling.counts import TokenCounts
     from optkit.runtime.specprefill.positions import Positions
 
 
@@ -118,6 +120,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
             engine that died. The answer goes on as if undisturbed: numbers drawn by a seed, penalties, ``min_tokens``,
             ``max_tokens``, bad words and the constraint count the tokens. Outputs have the following tokens alone.
         specprefill: the choice on SpecPrefill; None follows the engine's options.
+        rolling: the tokens that are kept of a sequence longer than the context (``optkit.runtime.kv.rolling``); None
+            keeps all, and the answer ends with the context.
     """
 
     request_id: str
@@ -130,6 +134,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     source: KVSource | None = None
     continued: int = 0
     specprefill: SpecPrefill | None = None
+    rolling: RollingWindow | None = None
 
     @property
     def num_prompt(self) -> int:
@@ -200,6 +205,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
         num_preemptions: of the request so far.
         num_migrations: of the request so far, from a replica that died to another (``optkit.fleet.failover``).
         num_prefilled: tokens with cached KV, at the end of a request without an answer.
+        num_forgotten: tokens that the last token did not see; None for a request that forgets nothing.
     """
 
     request_id: str
@@ -214,6 +220,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int = 0
     num_prefilled: int = 0
     num_migrations: int = 0
+    num_forgotten: int | None = None
 
     @property
     def generated_ids(self) -> tuple[int, ...]:
@@ -366,6 +373,12 @@ class Request:
         matcher: the state of the constraint, for a request with a constraint.
         positions: of the tokens, where a part of the prompt has no KV (``optkit.runtime.specprefill``); None where the
             position of a token is its place.
+        rule: the rule of forgetting; None keeps all tokens.
+        num_forgotten: tokens without a place in the block table, whole blocks (``optkit.runtime.kv.rolling``).
+        sink_blocks: the block for the sinks while the block table begins with another.
+        stale_sinks: the KV of the sinks is to be computed with the next tokens.
+        position_shift: the position of the first token.
+        counts: of the tokens of a long answer with penalties.
     """
 
     received: EngineRequest
@@ -390,6 +403,12 @@ class Request:
     num_scored: int = 0  # prompt positions with reported logprobs; unchanged by a preemption
     matcher: Matcher | None = None
     positions: Positions | None = None
+    rule: Rolling | None = None
+    num_forgotten: int = 0
+    sink_blocks: list[int] = field(default_factory=list)
+    stale_sinks: bool = False
+    position_shift: int = 0
+    counts: TokenCounts | None = None
 
     @property
     def reads_prefix_cache(self) -> bool:
@@ -416,6 +435,21 @@ class Request:
     def num_pending(self) -> int:
         """Number of tokens without KV, to be computed."""
         return len(self.token_ids) - self.num_computed - self.is_prefill_only
+
+    @property
+    def num_held(self) -> int:
+        """Number of tokens with KV that the next token sees."""
+        return self.num_computed - self.num_forgotten
+
+    @property
+    def until_change(self) -> int:
+        """The most tokens of a step: up to the next token that sees other tokens forgotten."""
+        return self.rule.next_change(self.num_computed) - self.num_computed if self.rule else ALL_TOKENS
+
+    @property
+    def sinks(self) -> tuple[int, ...]:
+        """The tokens to compute anew at the front of the window, in the next step."""
+        return tuple(self.token_ids[: self.rule.sinks]) if self.stale_sinks and self.rule else ()
 
     @property
     def is_prefill_only(self) -> bool:
@@ -446,13 +480,15 @@ class Request:
 class ScheduledRequest:
     """``num_new`` tokens of ``request``, from ``request.num_computed`` on, run in this step.
 
-    The last of the new tokens are ``draft``, guesses of the tokens after the request's last token.
+    The last of the new tokens are ``draft``, guesses of the tokens after the request's last token. ``sinks`` are tokens
+    whose KV at the front of the window is written by the step, too (``optkit.runtime.kv.rolling``).
     """
 
     request: Request
     num_new: int
     draft: tuple[int, ...] = ()
     all_logits: bool = False  # logits of each of the new tokens, not just of the last one
+    sinks: tuple[int, ...] = ()
 
     @property
     def needs_logits(self) -> bool:
@@ -483,6 +519,14 @@ class Transfer:
 
 
 @dataclass(frozen=True)
+class BlockCopy:
+    """Copy the KV of block ``source`` of the pool to block ``to``."""
+
+    source: int
+    to: int
+
+
+@dataclass(frozen=True)
 class StateCopy:
     """Copy the recurrent states of all layers from slot ``source`` to slot ``to``."""
 
@@ -498,12 +542,12 @@ class Batch:
     """
 
     items: tuple[ScheduledRequest, ...]
-    transfers: tuple[Transfer, ...] = ()
+    transfers: tuple[Transfer | BlockCopy, ...] = ()
     state_copies: tuple[StateCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:
-        return sum(item.num_new for item in self.items)
+        return sum(item.num_new + len(item.sinks) for item in self.items)
 
 
 class EngineLost(BaseException):
@@ -546,4 +590,8 @@ class Runner(Protocol):
 
     def copy_states(self, copies: Sequence[StateCopy]) -> None:
         """Copy recurrent states from slot to slot, in order."""
+        ...
+
+    def copy_block(self, copy: BlockCopy) -> None:
+        """Copy the KV of a block in all layers, after the steps before."""
         ...

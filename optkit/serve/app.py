@@ -102,7 +102,8 @@ def make_app(
         lambda: engine.num_restarts,
     )
     constraints = ConstraintChecker(tokenizer)
-    prompts = PromptReader(tokenizer, settings.limits.max_model_len, constraints, chat, defaults)
+    limits = settings.limits
+    prompts = PromptReader(tokenizer, limits.max_model_len, constraints, chat, defaults, limits)
     admission = Admission(
         settings.limits.max_num_seqs + settings.max_queue, metrics.rejections["max_queue"].inc
     )

@@ -49,7 +49,7 @@ def step_shape(items: Iterable[ScheduledRequest]) -> StepShape:
     for item in items:
         tokens += item.num_new
         rows += item.num_logits
-        before = item.request.num_computed
+        before = item.request.num_held
         if item.num_new == 1 + len(item.draft):
             context += item.num_new * before
         else:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -105,8 +108,52 @@ def test_the_replaced_artifact_comes_back_if_the_rename_fails(
         return read_manifest(directory)["name"] == "fake"
 
     monkeypatch.setattr(Path, "rename", failing)
+    monkeypatch.setattr(staging_module, "exchanged", lambda one, other: False)  # as without renameat2
     with pytest.raises(OSError, match="disk on fire"):
         write(made, "second", force=True)
+    assert Artifact.open(made).name == "fake"
+    assert names(made.parent) == {"artifact"}
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_the_new_artifact_takes_the_place_of_the_old_one(
+    made: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
+) -> None:
+    if not exchange:
+        monkeypatch.setattr(staging_module, "exchanged", lambda one, other: False)
+    write(made, "second", force=True)
+    assert Artifact.open(made).name == "second"
+    assert names(made.parent) == {"artifact"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="directories are exchanged by renameat2 of Linux")
+def test_an_artifact_is_at_its_place_at_every_moment(made: Path) -> None:
+    """A reader beside 200 replacements never finds the place empty: a kill at any moment leaves an artifact."""
+    missing, done = [], threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            if not (made / MANIFEST).exists():
+                missing.append(1)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        for index in range(200):
+            new = fake_artifact(made.parent / "new", str(index))
+            staging_module.publish(new, made)
+            shutil.rmtree(new)
+    finally:
+        done.set()
+        watcher.join()
+    assert not missing and Artifact.open(made).name == "199"
+
+
+def test_a_full_disk_is_said_in_a_line_and_leaves_the_old_artifact(made: Path) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with pytest.raises(UserError, match="was not written: No space left") as error, staging(made, force=True):
+        raise full
+    assert str(made) in str(error.value) and "make room" in str(error.value)
     assert Artifact.open(made).name == "fake"
     assert names(made.parent) == {"artifact"}
 

@@ -186,3 +186,22 @@ def kept(attention: Any) -> Any:
             attention.config = shown
 
     return forward
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weight_that_is_not_finite_is_named(value: float) -> None:
+    graph, model = captured("llama"), tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] = value
+    with pytest.raises(
+        UnsupportedModel, match=r"the weight model\.layers\.1\.mlp\.up_proj\.weight has values"
+    ):
+        check_capture(graph, model)
+
+
+def test_logits_that_are_not_finite_are_refused_without_a_weight_to_name() -> None:
+    graph, model = captured("llama"), tiny_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight.fill_(3e38)
+    with pytest.raises(UnsupportedModel, match="its logits in transformers are NaN or infinite"):
+        check_capture(graph, model)

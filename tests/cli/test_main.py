@@ -107,7 +107,8 @@ FULL = Path("/dev/full")  # a device without room for a single byte
 def test_a_full_disk_is_an_error_of_the_user_when_output_is_written(arguments: list[str]) -> None:
     with FULL.open("w") as full:
         done = optkit(arguments, stdout=full, stderr=subprocess.PIPE)
-    assert (done.returncode, done.stderr) == (2, "error: No space left on device.\n")
+    room = "make room on the disks of the output and of the cache (OPTKIT_CACHE)"
+    assert (done.returncode, done.stderr) == (2, f"error: No space left on device. {room}.\n")
 
 
 def optkit(arguments: list[str], **streams: Any) -> subprocess.CompletedProcess[str]:

@@ -81,6 +81,14 @@ def test_optimize_prints_sites_skips_and_predictions_when_dry_run_is_given(
     assert "+ int8" in shown and "500.00" in shown and "250.00" in shown  # milliseconds
 
 
+def test_dry_run_says_that_the_run_would_be_refused(
+    calls: list[dict[str, Any]], capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PLAN["estimate"], "refusal", "32.0 GB of weights [too many]")
+    assert run(["optimize", "some-model", "-r", "baseline", "--dry-run"]) == 0
+    assert "would be refused: 32.0 GB of weights [too many]" in " ".join(capsys.readouterr().out.split())
+
+
 def test_optimize_exits_with_2_when_the_recipe_is_unknown(
     calls: list[dict[str, Any]], capsys: Output
 ) -> None:

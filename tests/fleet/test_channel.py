@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import msgspec
 import pytest
 
-from optkit.fleet import channel
-from optkit.fleet.channel import LENGTH, ChannelServer, connect
+from optkit.fleet import channel, frames, wire
+from optkit.fleet.channel import ChannelServer, connect
+from optkit.fleet.frames import LENGTH
 from optkit.fleet.remote_replica import RemoteReplica
 from optkit.fleet.replica import ReplicaGone, Work
 from optkit.fleet.served_replica import ServedReplica
@@ -132,28 +133,28 @@ async def test_the_end_of_the_replica_ends_streams_at_once() -> None:
         await soon(lambda: engine.requests)
         await server.close()
         with pytest.raises(ReplicaGone):
-            await asyncio.wait_for(waiting, channel.BEAT_SECONDS)
+            await asyncio.wait_for(waiting, frames.BEAT_SECONDS)
         await soon(lambda: engine.aborted == ["a"])
 
 
 @on_loop
 async def test_a_side_that_falls_silent_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without power closes no connection."""
-    monkeypatch.setattr(channel, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(frames, "BEAT_SECONDS", 0.05)
     engine = FakeEngine()
     engine.gate = asyncio.Event()
     async with tcp(engine) as (remote, _, relay):
         waiting = asyncio.ensure_future(anext(remote.generate(work())))
         await soon(lambda: engine.requests)
         relay.is_silent = True
-        with pytest.raises(ReplicaGone, match="no word"):
+        with pytest.raises(ReplicaGone, match="no frame"):
             await within(waiting)
         await soon(lambda: engine.aborted == ["a"])
 
 
 @on_loop
 async def test_an_idle_link_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(frames, "BEAT_SECONDS", 0.05)
     monkeypatch.setattr("optkit.fleet.served_replica.IDLE_SECONDS", 0.05)
     engine = FakeEngine()
     async with tcp(engine) as (remote, _, _):
@@ -195,3 +196,143 @@ async def test_a_replica_without_the_secret_gets_no_request() -> None:
     with pytest.raises(ReplicaGone, match="another secret"):
         await connect("127.0.0.1", server.sockets[0].getsockname()[1], SECRET, "far")
     server.close()
+
+
+@asynccontextmanager
+async def listening(engine: FakeEngine) -> AsyncIterator[tuple[ChannelServer, int]]:
+    server = ChannelServer(ServedReplica(local(engine, "far")), SECRET)
+    _, port = await server.start("127.0.0.1")
+    try:
+        yield server, port
+    finally:
+        await server.close()
+        assert not server._tasks and not server._open and not server._strangers
+
+
+async def joined(port: int) -> frames.Frames:
+    """A connection with the proof."""
+    return (await connect("127.0.0.1", port, SECRET, "far"))._frames
+
+
+@on_loop
+async def test_a_stranger_that_sends_nothing_or_one_byte_after_the_other_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(channel, "JOIN_SECONDS", 0.2)
+    async with listening(FakeEngine()) as (server, port):
+        silent = await asyncio.open_connection("127.0.0.1", port)
+        slow = await asyncio.open_connection("127.0.0.1", port)
+        await soon(lambda: len(server._strangers) == 2)
+
+        async def drip() -> None:
+            slow[1].write(LENGTH.pack(1000))
+            while True:
+                slow[1].write(b"x")
+                await asyncio.sleep(0.02)
+
+        dripping = asyncio.create_task(drip())
+        await soon(lambda: not server._strangers and not server._tasks)
+        dripping.cancel()
+        for reader, writer in (silent, slow):
+            with suppress(ConnectionError):
+                await within(reader.read())
+            writer.close()
+
+
+@on_loop
+async def test_strangers_beyond_a_number_are_closed_and_a_replica_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(channel, "MAX_STRANGERS", 8)
+    monkeypatch.setattr(channel, "JOIN_SECONDS", 2.0)
+    async with listening(FakeEngine()) as (server, port):
+        member = await joined(port)
+        crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+        await soon(lambda: len(server._strangers) == 8)
+        assert len(server._open) == 1
+        for _, writer in crowd:
+            writer.close()
+        await soon(lambda: not server._strangers)
+        (await joined(port)).close()
+        member.close()
+
+
+@on_loop
+async def test_a_proof_can_not_be_repeated() -> None:
+    async with listening(FakeEngine()) as (_, port):
+        heard: list[bytes] = []
+        for _ in range(2):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            line = frames.Frames(reader, writer)
+            hello = await channel.first_message(line, channel._hello)
+            if not heard:
+                nonces = hello.nonce, b"n" * channel.NONCE_BYTES
+                join = channel.Join(nonces[1], channel.proof(SECRET, "client", nonces))
+                heard.append(wire.encode(join))
+                line.send(heard[0])
+                await channel.first_message(line, channel._welcome)
+            else:
+                line.send(heard[0])
+                with pytest.raises(frames.ChannelError):
+                    await channel.first_message(line, channel._welcome)
+            line.close()
+
+
+@on_loop
+async def test_a_nonce_of_another_length_is_refused() -> None:
+    async with listening(FakeEngine()) as (_, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        line = frames.Frames(reader, writer)
+        await channel.first_message(line, channel._hello)
+        line.send(wire.encode(channel.Join(b"", b"p" * 32)))
+        with pytest.raises(frames.ChannelError):
+            await channel.first_message(line, channel._welcome)
+        line.close()
+
+
+@on_loop
+@pytest.mark.parametrize(
+    "body", [b"\x00", b"\xc1", wire.encode(channel.Submit(b"\xff")), wire.encode(channel.Hello(b""))]
+)
+async def test_a_wrong_message_ends_the_connection_and_its_requests(body: bytes) -> None:
+    engine = FakeEngine()
+    engine.gate = asyncio.Event()
+    async with listening(engine) as (server, port):
+        line = await joined(port)
+        line.send(wire.encode(channel.Submit(wire.encode(wire.Sent.now(work())))))
+        await soon(lambda: engine.requests)
+        line.send(body)
+        await soon(lambda: engine.aborted == ["a"] and not server._tasks)
+
+
+@on_loop
+async def test_a_failure_inside_a_connection_is_logged_and_ends_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with listening(FakeEngine()) as (server, port):
+
+        async def fails(*_: object) -> None:
+            raise RuntimeError("not foreseen")
+
+        monkeypatch.setattr(server._served, "submit", fails)
+        line = await joined(port)
+        line.send(wire.encode(channel.Submit(wire.encode(wire.Sent.now(work())))))
+        await soon(lambda: not server._tasks)
+    assert "not foreseen" in caplog.text
+
+
+@on_loop
+async def test_a_server_that_reads_nothing_holds_up_no_end() -> None:
+    """A connection with unsent bytes is closed with the replica."""
+    async with listening(FakeEngine()) as (server, port):
+        line = await joined(port)
+        line._reader._transport.pause_reading()  # type: ignore[attr-defined]
+        await soon(lambda: server._open)
+        (there,) = server._open
+        while not there.num_unsent:
+            there.send(b"x" * 2**20)
+            await asyncio.sleep(0)
+        await within(server.close())
+        assert there._writer.transport.is_closing()
+        await soon(lambda: there.num_unsent == 0)
+        line.close()

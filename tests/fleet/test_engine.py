@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -107,6 +108,38 @@ async def test_a_request_waits_for_a_replica_that_is_on_its_way() -> None:
         late.is_healthy = True
         assert await within(task)
         assert engine.is_healthy and not engine.is_restarting
+
+
+@on_loop
+async def test_a_pause_of_the_process_makes_no_replica_unready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optkit.fleet.engine.SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr("optkit.fleet.engine.REPORT_SECONDS", 0.01)
+    async with fleet(*engines(2)) as together:
+        for _ in range(5):
+            time.sleep(0.15)
+            time.sleep(0.15)
+            for _ in range(5):
+                assert together.is_healthy and len(together.ready_ids) == 2
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.02)
+
+
+@on_loop
+async def test_a_report_that_can_not_be_read_makes_a_replica_unready_until_the_next(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("optkit.fleet.engine.REPORT_SECONDS", 0.01)
+    async with fleet(*engines(1)) as together:
+        update = together.router.update
+
+        def refuse(*_: object) -> None:
+            raise ValueError("a report of another protocol")
+
+        monkeypatch.setattr(together.router, "update", refuse)
+        await soon(lambda: not together.is_healthy)
+        monkeypatch.setattr(together.router, "update", update)
+        await soon(lambda: together.is_healthy)
+    assert "a report of another protocol" in caplog.text
 
 
 @on_loop

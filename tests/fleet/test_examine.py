@@ -13,7 +13,7 @@ from optkit.bench.statistics import Interval
 from optkit.errors import UserError
 from optkit.fleet import examine
 from optkit.fleet.examine import Exam, compared, judged, same_tokenizer
-from optkit.fleet.replica import Mark, ReplicaReport, Work
+from optkit.fleet.replica import Mark, ReplicaGone, ReplicaReport, Work
 from optkit.runtime.types import FinishReason, TokenOutput
 
 VOCABULARY = 1000
@@ -92,6 +92,30 @@ def test_a_sound_replica_passes_the_test() -> None:
 def test_a_failed_request_of_the_comparison_is_a_failure() -> None:
     verdict = asyncio.run(compared(Timed(0.0, error=2), Timed(0.0), VOCABULARY, seed=1))
     assert not verdict.passed and "the engine died" in verdict.reason
+
+
+class Lost(Timed):
+    """A replica that dies, or stays silent."""
+
+    def __init__(self, is_silent: bool) -> None:
+        super().__init__(0.0)
+        self.is_silent = is_silent
+
+    async def generate(self, work: Work) -> AsyncGenerator[TokenOutput, None]:
+        yield TokenOutput(request_id="", token_ids=(5,))
+        if self.is_silent:
+            await asyncio.Event().wait()
+        raise ReplicaGone("the connection broke", was_begun=True, replica_id="r")
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_replica_that_dies_or_stays_silent_has_failed(
+    is_silent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(examine, "ANSWER_SECONDS", 0.1)
+    reason = "r had no answer within 0.1 s" if is_silent else "r died: the connection broke"
+    assert asyncio.run(examine.tested(Lost(is_silent), VOCABULARY)).reason == reason
+    assert asyncio.run(compared(Lost(is_silent), Timed(0.01), VOCABULARY)).reason == reason
 
 
 def test_tokenizers_are_compared_by_their_bytes(tmp_path: Path) -> None:

@@ -31,11 +31,18 @@ def prompt(num_tokens: int) -> Prompt:
 CHAINS = Chains()
 
 
-def candidate(name: str, num_tokens: int, hits: int = 0, queue: float = 0.0, **fields: object) -> Candidate:
+def candidate(
+    name: str,
+    num_tokens: int,
+    hits: int = 0,
+    queue: float = 0.0,
+    reported: int | None = None,
+    **fields: object,
+) -> Candidate:
     told = report(name, **fields)
     hits = min(hits, (num_tokens - 1) // SIZE)
     prefill = prefill_seconds(told.prefill_seconds, num_tokens - hits * SIZE)
-    return Candidate(told, hits, hits * SIZE, queue, prefill)
+    return Candidate(told, hits, hits * SIZE, queue, prefill, hits if reported is None else reported)
 
 
 def placement(tpot: float | None = None, **bandwidth: float) -> Placement:
@@ -75,6 +82,17 @@ def test_a_short_turn_of_a_chat_stays_where_its_prefix_is() -> None:
     length = 30 * SIZE + 40
     replicas = [candidate("a", length, hits=30, num_running=4), candidate("b", length)]
     assert best(length, replicas, placement(0.05, **FAST)) == ("local", "a")
+
+
+def test_blocks_that_are_not_reported_yet_are_not_fetched() -> None:
+    """A prompt with the same prefix was just sent to a, which has computed 10 of 30 blocks."""
+    length = 30 * SIZE + 40
+    a, b = candidate("a", length, hits=30, queue=0.5, reported=10), candidate("b", length)
+    ways = [way for way in options(length, [a, b], placement(**FAST)) if way.candidate is b]
+    fetched = [way.fetch for way in ways if kind(way) == "fetch"]
+    assert [len(fetch.digests) for fetch in fetched if fetch] == [10]
+    a.reported_blocks = 0
+    assert {kind(way) for way in options(length, [a, b], placement(**FAST))} == {"local", "computed"}
 
 
 def test_a_long_prompt_beside_streams_is_computed_elsewhere_where_a_promise_would_break() -> None:

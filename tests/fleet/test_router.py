@@ -235,6 +235,68 @@ def test_an_alternative_that_is_faster_is_taken_and_charged() -> None:
     )
 
 
+def test_a_prompt_computed_elsewhere_is_expected_there_until_the_answer_begins() -> None:
+    made, clock = router()
+    made.update(report("source"), Mark())
+    made.update(report("free", queue_seconds=1.0), Mark())
+    offers = [True]
+
+    def alternatives(asked: Prompt, candidates: Sequence[Candidate], now: float) -> Sequence[Option]:
+        free = next(c for c in candidates if c.replica_id == "free")
+        fetch = Fetch("source", "127.0.0.1:1", (b"digest",), computes=True)
+        return [Option(free, 0.0, fetch, (("free", 0.004), ("source", 0.03)))] if offers[0] else []
+
+    def hits() -> dict[str, int]:
+        now, asked = clock(), prompt(made, IDS)
+        return {
+            name: made.index.held(name, asked.blocks(SIZE, made.index.knows), now)
+            for name in ("source", "free")
+        }
+
+    made.alternatives = alternatives
+    first = made.choose(prompt(made, IDS))
+    assert first.replica_id == "free" and first.fetch and hits() == {"source": 9, "free": 0}
+    made.withdrawn(first)
+    assert hits() == {"source": 0, "free": 0}
+    made.answered(made.choose(prompt(made, IDS)), FIRST)
+    assert hits() == {"source": 9, "free": 9}
+    offers[0] = False
+    assert made.choose(prompt(made, IDS)).replica_id == "source", "its queue is shorter"
+
+
+def test_a_way_over_another_replica_has_to_save_a_share() -> None:
+    made, _ = router()
+    made.update(report("a"), Mark())
+    made.update(report("b", queue_seconds=0.5), Mark())
+    seconds = [0.038]  # of 0.040 locally
+
+    def alternatives(asked: Prompt, candidates: Sequence[Candidate], now: float) -> Sequence[Option]:
+        b = next(c for c in candidates if c.replica_id == "b")
+        return [Option(b, seconds[0], Fetch("a", "127.0.0.1:1", (b"digest",), computes=True))]
+
+    made.alternatives = alternatives
+    assert made.choose(prompt(made, IDS)).fetch is None
+    seconds[0] = 0.030
+    assert made.choose(prompt(made, [60, *IDS])).fetch is not None
+
+
+def test_alternatives_know_what_is_reported_and_what_is_only_expected() -> None:
+    made, _ = router()
+    made.update(report("a"), Mark())
+    seen: list[tuple[int, int]] = []
+
+    def alternatives(asked: Prompt, candidates: Sequence[Candidate], now: float) -> Sequence[Option]:
+        seen.extend((each.hit_blocks, each.reported_blocks) for each in candidates)
+        return []
+
+    made.alternatives = alternatives
+    made.choose(prompt(made, IDS))
+    made.choose(prompt(made, IDS))
+    made.update(report("a", IDS[:20]), Mark())
+    made.choose(prompt(made, IDS))
+    assert seen == [(0, 0), (9, 0), (9, 5)]
+
+
 states = st.lists(
     st.tuples(st.floats(0, 1), st.integers(0, 40), st.booleans(), st.booleans(), st.sampled_from("12")),
     min_size=1,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from optkit.errors import UserError
 from optkit.fleet import update as module
 from optkit.fleet.autoscale import AutoscaleConfig
+from optkit.fleet.cluster import Cluster, NoAnswer
 from optkit.fleet.config import FleetConfig
 from optkit.fleet.manifests import replicas, serve_config
 from optkit.fleet.rollout import Phase, Rollout
@@ -139,10 +140,58 @@ def test_silence_of_the_dashboard_is_borne_for_a_while(monkeypatch: pytest.Monke
     views = asyncio.run(control.view())
 
     def silent() -> dict[str, object]:
-        raise UserError("no Ray cluster answers here")
+        raise NoAnswer("no Ray cluster answers here")
 
     monkeypatch.setattr(cluster, "applications", silent)
     assert asyncio.run(control.view()) == views
     monkeypatch.setattr(module, "SILENCE_SECONDS", 0.0)
     with pytest.raises(UserError, match="no Ray cluster"):
         asyncio.run(control.view())
+
+
+def test_an_update_goes_on_when_the_dashboard_answers_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call of three gets no answer, in each phase, changes among them."""
+    board = FakeServe(serve_config(OLD, 8000))
+    call, dice = Cluster._call, random.Random(4)
+
+    def flaky(self: Cluster, method: str, body: object = None) -> dict[str, object]:
+        if dice.random() < 1 / 3:
+            raise NoAnswer("no Ray cluster answers here")
+        return call(self, method, body)
+
+    cluster = board.cluster()
+    control = ClusterControl(cluster, deployed(cluster.applications(), "optkit"), NEW, 8000)
+    monkeypatch.setattr(Cluster, "_call", flaky)
+    rollout = Rollout(control.old, control.new, 2)
+    asyncio.run(update(control, rollout, lambda _: None))
+    assert rollout.phase is Phase.DONE and board.fewest == 2
+
+
+def test_a_refusal_of_the_dashboard_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def refused() -> None:
+        calls.append(1)
+        raise UserError("the cluster answered 400")
+
+    with pytest.raises(UserError, match="400"):
+        asyncio.run(module._patiently(refused))
+    assert len(calls) == 1
+
+
+def test_an_examination_without_an_end_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "EXAM_SECONDS", 0.2)
+    monkeypatch.setattr(module, "status_of", lambda details: ("DEPLOYING", ""))
+    board = FakeServe(serve_config(OLD, 8000))
+    cluster = board.cluster()
+    control = ClusterControl(cluster, deployed(cluster.applications(), "optkit"), NEW, 8000)
+    verdict = asyncio.run(control.test("r"))
+    assert not verdict.passed and "no end" in verdict.reason
+    assert board.applications[control._exam_name]["status"] == "DELETING"
+
+
+def test_a_config_without_a_user_config_is_open() -> None:
+    app = replicas(OLD)
+    assert module._is_open(app) and not module._is_open(None)
+    del app["deployments"][0]["user_config"]
+    assert module._is_open(app) and module._is_open({**app, "deployments": []})

@@ -65,6 +65,15 @@ def test_an_int8_cache_is_read_in_its_own_bytes() -> None:
     assert after.flops == before.flops
 
 
+def test_attention_over_an_int8_cache_works_on_the_int8_units() -> None:
+    graph = captured("llama")
+    apply(graph, "flash_attention")
+    (before, _) = costs(graph, reference.attention, PREFILL)
+    apply(graph, "kv_int8")
+    (after, _) = costs(graph, reference.attention, PREFILL)
+    assert (after.flops, after.int8_ops) == (0.0, 1.5 * before.flops)
+
+
 def test_grouped_queries_read_less() -> None:
     grouped = costs(captured("llama"), reference.attention, DECODE)[0]
     full = costs(captured("llama", num_key_value_heads=HEADS), reference.attention, DECODE)[0]

@@ -64,3 +64,11 @@ def test_a_place_for_a_result_is_refused_before_the_work(
     monkeypatch.setattr("os.access", lambda *_: False)
     with pytest.raises(UserError, match="no permission"):
         check_place(tmp_path / "new.json")
+
+
+def test_private_dir_says_why_it_can_not_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(UserError, match="can't be made") as refused:
+            private_dir(path)
+        assert refused.value.where == str(path) and "OPTKIT_CACHE" in str(refused.value.fix)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from optkit.errors import UserError
 from optkit.graph.ir import Graph
 from optkit.graph.kv_layout import kv_layout
 from optkit.graph.serialize import graph_from_json, graph_to_json
@@ -20,8 +23,11 @@ from optkit.parallel.check import compare
 from optkit.parallel.rank_graph import rank_graph
 from optkit.passes import load
 from optkit.passes.base import PassContext
+from optkit.recipe.engine_options import EngineOptions
 from optkit.runtime.engine import Engine
+from optkit.runtime.factory import scheduler_config
 from optkit.runtime.kv.offload import MemoryBlocks
+from optkit.runtime.kv.rolling import RollingWindow
 from optkit.runtime.logits import RuntimeLogits
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.sampling.proposer import NgramProposer, Speculator
@@ -245,6 +251,20 @@ def test_least_context_is_where_the_cost_model_sees_a_gain() -> None:
     assert any(
         "no gain is predicted up to the model's context of 512 tokens" in reason for reason in reasons(plan)
     )
+
+
+def test_rolling_window_is_refused_in_a_line_by_the_server_and_for_a_request() -> None:
+    """Sinks stand in the place of other keys, whose bounds stay, and what is forgotten moves the end of the prompt."""
+    model, window = lower(int8_graph(**SMALL), TARGET), RollingWindow(window=64, sinks=4)
+    options = EngineOptions(kv_cache_bytes=1 << 24, block_size=BLOCK)
+    limits = scheduler_config(model, options)
+    reason = limits.refusal(5, 5, window) or ""
+    assert "can't forget tokens" in reason and "leave kv_select out of the recipe" in reason
+    assert "\n" not in reason and limits.refusal(5, 5) is None
+    rolling = replace(options, rolling_window=64)
+    with pytest.raises(UserError, match="leave kv_select out of the recipe"):
+        scheduler_config(model, rolling)
+    assert scheduler_config(lower(int8_graph(), TARGET), rolling).refusal(5, 5, window) is None
 
 
 def test_graph_file_keeps_the_choice() -> None:

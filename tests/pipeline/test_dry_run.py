@@ -88,6 +88,19 @@ def test_by_the_command(config_only: Path, capsys: pytest.CaptureFixture[str]) -
     assert "gptq: " in capsys.readouterr().out
 
 
+def test_a_run_that_can_not_fit_is_said_to_be_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from optkit.pipeline import estimate
+
+    tiny_model("llama").save_pretrained(tmp_path)
+    fitting = dry_run(str(tmp_path), load_recipe("baseline", SETTINGS))["estimate"]
+    assert "refusal" not in fitting
+    monkeypatch.setattr(estimate, "PROCESS_BYTES", 1e15)
+    refused = dry_run(str(tmp_path), load_recipe("baseline", SETTINGS))["estimate"]
+    assert "GB of memory, this machine has" in refused["refusal"]
+
+
 def test_a_quantized_model_is_planned_from_its_weights(config_only: Path, tmp_path: Path) -> None:
     config = json.loads((config_only / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 32}

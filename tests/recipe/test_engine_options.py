@@ -62,6 +62,9 @@ EFFECTIVE = {
     ("EngineRequest", "specprefill"),
     ("GenerationRequest", "specprefill"),
     ("GenerationRequest", "specprefill_keep_pct"),
+    ("Rolling", "block_size"),
+    ("GenerationRequest", "rolling_window"),  # a request's own choice
+    ("GenerationRequest", "sink_tokens"),
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,14 @@ from hypothesis import strategies as st
 from optkit.graph.states import KVSpec
 from optkit.lowering.dense import dense_inputs
 from optkit.runtime.engine import Engine
-from optkit.runtime.runner import ModelRunner, batch_inputs, chunk_inputs, decode_inputs, state_slots
+from optkit.runtime.runner import (
+    ModelRunner,
+    batch_inputs,
+    chunk_inputs,
+    decode_inputs,
+    state_slots,
+    with_sinks,
+)
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.types import Batch, EngineRequest, Request, SamplingParams, ScheduledRequest
 from tests.support.recurrent_model import RecurrentModel
@@ -43,6 +52,35 @@ def test_the_flattened_token_batch() -> None:
     int32 = {"query_start", "seq_lens", "block_tables"}
     assert {name for name, array in inputs.items() if array.dtype == np.int32} == int32
     assert {name for name, array in inputs.items() if array.dtype == np.int64} == set(wanted) - int32
+
+
+@pytest.mark.parametrize("num_new", [1, 2])
+def test_sinks_are_a_sequence_before_their_request(num_new: int) -> None:
+    """The table begins with the block of the sinks; positions go on, and places are counted in the table."""
+    whole = item(20, 20 - num_new, num_new, [9, 2, 5])
+    whole.request.num_forgotten = 8
+    batch = with_sinks(Batch((item(2, 0, 2, [0]), replace(whole, sinks=(2000, 2001)))))
+    inputs = {name: array.tolist() for name, array in batch_inputs(batch, block_size=4).items()}
+    assert inputs == {
+        "input_ids": [200, 201, 2000, 2001] + [2018, 2019][-num_new:],
+        "positions": [0, 1, 8, 9] + [18, 19][-num_new:],
+        "slot_mapping": [0, 1, 36, 37] + [22, 23][-num_new:],
+        "query_start": [0, 2, 4, 4 + num_new],
+        "seq_lens": [2, 2, 12],
+        "block_tables": [[0, 0, 0], [9, 0, 0], [9, 2, 5]],
+        "logits_index": [1, 3 + num_new],
+    }
+    assert batch.num_tokens == 4 + num_new
+
+
+def test_a_decode_of_a_request_that_has_forgotten_tokens_counts_places_in_its_table() -> None:
+    whole = item(20, 19, 1, [9, 2, 5])
+    whole.request.num_forgotten = 8
+    inputs = decode_inputs(Batch((whole,)), 4)
+    assert {name: array.tolist() for name, array in inputs.items()} == {
+        name: array.tolist() for name, array in chunk_inputs(Batch((whole,)), 4).items()
+    }
+    assert inputs["positions"].tolist() == [19] and inputs["seq_lens"].tolist() == [12]
 
 
 @st.composite

@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from optkit.runtime.engine import MODEL_FAILED, Engine
 from optkit.runtime.kv.offload import CorruptBlock, MemoryBlocks
+from optkit.runtime.kv.rolling import RollingWindow
 from optkit.runtime.overlap import OverlapEngine
 from optkit.runtime.prefill import NO_ROOM, NOT_CACHED, Prefill
 from optkit.runtime.sampling.proposer import SpeculationStats
@@ -50,23 +51,35 @@ FAULTS = {  # of one request: the error that its client gets
     "grow": SCHEDULER_FAILED,
     "publish": SCHEDULER_FAILED,
 }
+ROLLING = (RollingWindow(3, 1), RollingWindow(5, 2), RollingWindow(2, 0), RollingWindow(6, 4))
 PIN_NAMES = ("a", "b", "c")
 STEP_FAULTS = ("batch", "launch", "flight", "flight that wrote nothing", "propose", "finished")
 
 End = tuple[list[int], FinishReason, str | None]
 
 
-def reference(request: EngineRequest) -> tuple[list[int], FinishReason]:
-    """The answer by sampling token after token from the logits of the whole text."""
-    runner, request = FakeRunner(vocab_size=VOCAB), Request(request, list(request.prompt_ids))
-    longest = min(request.num_prompt + request.sampling.max_tokens, MAX_LEN)
+def reference(received: EngineRequest, block_size: int = 1) -> tuple[list[int], FinishReason]:
+    """The answer by sampling token after token from the logits of the whole text, or of what is not forgotten."""
+    runner, request = FakeRunner(vocab_size=VOCAB), Request(received, list(received.prompt_ids))
+    longest = request.num_prompt + request.sampling.max_tokens
+    longest = longest if received.rolling else min(longest, MAX_LEN)
     while len(request.token_ids) < longest:
-        logits = runner.logits_after(np.array(request.token_ids, dtype=np.int64))
+        logits = runner.logits_after(np.array(remembered(request, block_size), dtype=np.int64))
         (token,) = sample(logits[None], [request])
         if token in request.sampling.stop_token_ids:
             return request.output_ids, FinishReason.STOP
         request.token_ids.append(token)
     return request.output_ids, FinishReason.LENGTH
+
+
+def remembered(request: Request, block_size: int) -> list[int]:
+    """The tokens that the next token depends on."""
+    tokens, chosen = list(request.token_ids), request.received.rolling
+    if chosen is None or len(tokens) <= request.num_prompt:
+        return tokens
+    while len(tokens) - chosen.sinks - block_size >= chosen.window:
+        del tokens[chosen.sinks : chosen.sinks + block_size]
+    return tokens
 
 
 class Faults:
@@ -206,7 +219,7 @@ def sampling_params() -> st.SearchStrategy[SamplingParams]:
     """Random parameters; a device can sample most of them."""
     return st.builds(
         SamplingParams,
-        max_tokens=st.integers(1, 12),
+        max_tokens=st.sampled_from([*range(1, 13), 30]),
         temperature=st.sampled_from([0.0, 1.0]),
         seed=st.integers(0, 5),
         stop_token_ids=st.sampled_from([(), tuple(range(0, VOCAB, 8))]),
@@ -293,6 +306,7 @@ class FaultyHistory(RuleBasedStateMachine):
         sampling=sampling_params(),
         priority=st.integers(-1, 1),
         known=st.sampled_from([0, 0, 0, 1, 2, 5, 12]),
+        rolling=st.sampled_from([None, None, *ROLLING]),
     )
     def add(
         self,
@@ -302,18 +316,24 @@ class FaultyHistory(RuleBasedStateMachine):
         sampling: SamplingParams,
         priority: int,
         known: int,
+        rolling: RollingWindow | None,
     ) -> None:
         """Add a request; at most ``known`` tokens of the answer are known from an engine that died."""
         self.total += 1
         name, prompt = f"r{self.total}", (*stem[:cut], *tail)
         request = EngineRequest(
-            request_id=name, prompt_ids=prompt, sampling=sampling, arrival=self.now, priority=priority
+            request_id=name,
+            prompt_ids=prompt,
+            sampling=sampling,
+            arrival=self.now,
+            priority=priority,
+            rolling=rolling,
         )
-        if self.engine.config.refusal(len(prompt), sampling.max_tokens):
+        if self.engine.config.refusal(len(prompt), sampling.max_tokens, rolling):
             with pytest.raises(EngineRefusal):
                 self.engine.add_request(request)
             return
-        answer, reason = reference(request)
+        answer, reason = reference(request, self.engine.config.block_size)
         known = min(known, len(answer) - (reason is FinishReason.LENGTH))
         request = msgspec.structs.replace(request, prompt_ids=(*prompt, *answer[:known]), continued=known)
         self.wanted[name] = answer[known:], reason

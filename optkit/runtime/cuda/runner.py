@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from optkit.runtime.cuda.buckets import Buckets
 from optkit.runtime.cuda.device import Device, Event, Replay
 from optkit.runtime.cuda.layout import SAMPLING_INPUTS, Layout, StepShape, capacity
 from optkit.runtime.cuda.sampling import FAILED, Sampler, has_filters, sampling_inputs
-from optkit.runtime.runner import ModelRunner, ServableModel, state_slots
+from optkit.runtime.runner import ModelRunner, ServableModel, sinks_of, state_slots
 from optkit.runtime.sampling.sampler import BAD_LOGITS
 from optkit.runtime.types import PENDING, Batch, Failure, ScheduledRequest
 
@@ -160,6 +160,11 @@ class GraphRunner(ModelRunner):
     @torch.inference_mode()
     def execute(self, batch: Batch) -> Tensor:
         """Logits [sum of num_logits, vocab_size] float32 on the device."""
+        if any(
+            item.sinks for item in batch.items
+        ):  # apart: buckets and buffers have room for ``batch`` alone
+            self._run(Batch(tuple(sinks_of(item) for item in batch.items if item.sinks)), ())
+            batch = Batch(tuple(replace(item, sinks=()) for item in batch.items))
         logits, count = self._run(batch, ())
         return logits[:count].clone()  # the next replay of a graph writes to the same place
 

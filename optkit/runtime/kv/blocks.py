@@ -72,6 +72,10 @@ class BlockManager:
         """True for a block with KV in no table."""
         return self._state[block] == CACHED
 
+    def is_private(self, block: int) -> bool:
+        """True for a block of one table, whose content nobody else will read."""
+        return self._references[block] == 1 and not self._keep(block)
+
     def recently_cached(self) -> list[int]:
         """The cached blocks, the most recently released first."""
         return list(reversed(self._cached))

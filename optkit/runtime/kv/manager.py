@@ -37,7 +37,7 @@ from optkit.runtime.kv.states import StateSlots
 from optkit.runtime.kv.tables import BlockTables
 from optkit.runtime.prefill import NO_ROOM
 from optkit.runtime.report import BlockChanges, Mark
-from optkit.runtime.types import ALL_TOKENS, NO_BLOCK, Request, Transfer
+from optkit.runtime.types import ALL_TOKENS, NO_BLOCK, BlockCopy, Request, Transfer
 
 
 class KVManager:
@@ -81,7 +81,7 @@ class KVManager:
         self.worth_saving: Callable[[], bool] = lambda: True
         self.reset_counters()
         self._content: dict[int, NodeKV] = {}  # block -> its content
-        self._transfers: list[Transfer] = []
+        self._transfers: list[Transfer | BlockCopy] = []
 
     def cached_tokens(self, request: Request) -> int:
         """Tokens of ``request``, which has no blocks, with cached KV, if admitted now."""
@@ -130,7 +130,29 @@ class KVManager:
 
         False where a window has left blocks that stay with others, and there are no others.
         """
-        return not self.tables.windowed or self.grow(request, num_tokens, num_tokens)
+        takes = self.tables.windowed or request.rule
+        return not takes or self.grow(request, num_tokens, num_tokens)
+
+    def rolls(self, request: Request) -> bool:
+        """True where the next token of ``request`` does not see all tokens with a place."""
+        rule = request.rule
+        return rule is not None and rule.forgotten(request.num_computed) > request.num_forgotten
+
+    def num_sinks(self, request: Request) -> int:
+        """The sinks to compute in the next step of ``request``."""
+        return request.rule.sinks if request.rule and (request.stale_sinks or self.rolls(request)) else 0
+
+    def roll(self, request: Request) -> None:
+        """Forget the tokens of ``request`` that the next token does not see, before the next step.
+
+        Published blocks stay cached. Blocks with a token that has forgotten others are never published.
+        """
+        if request.rule is None or not self.rolls(request):
+            return
+        request.sealed = True
+        copy = self.tables.roll(request, request.rule.forgotten(request.num_computed))
+        if copy is not None:
+            self._transfers.append(copy)
 
     def trim(self, request: Request) -> None:
         """Give back the blocks beyond the tokens of ``request``, which were for guesses."""
@@ -162,6 +184,7 @@ class KVManager:
         self.tables.free(request)
         request.nodes.clear()
         request.num_computed, request.num_shareable, request.sealed = 0, ALL_TOKENS, False
+        request.num_forgotten, request.stale_sinks = 0, False
 
     def distrust(self, request: Request) -> None:
         """Keep the KV of ``request`` from being reused, after a failure."""
@@ -291,7 +314,7 @@ class KVManager:
             self.cache.rekey(secret)
             self.log.restart()
 
-    def take_transfers(self) -> tuple[Transfer, ...]:
+    def take_transfers(self) -> tuple[Transfer | BlockCopy, ...]:
         """The copies to make before the next step of the model, in order."""
         transfers = tuple(self._transfers)
         self._transfers.clear()
@@ -338,7 +361,8 @@ class KVManager:
         salt, size = request.received.cache_salt, self.block_size
         nodes: list[Node] = []
         digests = self.cache.digests(salt, request.token_ids, request.digests)
-        for i in range((len(request.token_ids) - 1) // size):
+        most = request.rule.num_exact if request.rule else ALL_TOKENS  # later tokens have forgotten others
+        for i in range((min(len(request.token_ids), most) - 1) // size):
             tokens = tuple(request.token_ids[i * size : (i + 1) * size])
             node = self._next(nodes, salt, digests[i], tokens)
             if node is None or not all(node.kv[group].is_kept for group in self.tables.unlimited):
@@ -376,8 +400,9 @@ class KVManager:
     def _has_room(self, request: Request, hits: list[Node], spare: int) -> bool:
         """True where ``request`` fits with the prefix ``hits``, and leaves ``spare`` blocks of each group."""
         present = [[kv.block for kv in kvs if kv.block is not None] for kvs in self._wanted(hits)]
-        most = self.tables.most_blocks(len(request.token_ids), len(hits) * self.block_size)
-        need = sum(max(0, count - len(blocks)) for count, blocks in zip(most, present, strict=True))
+        most = self.tables.most_blocks(self.tables.admitted_tokens(request), len(hits) * self.block_size)
+        own = int(request.rule is not None and request.rule.sinks > 0)
+        need = own + sum(max(0, count - len(blocks)) for count, blocks in zip(most, present, strict=True))
         idle = sum(self.blocks.is_cached(block) for blocks in present for block in blocks)
         return need + idle + spare * len(most) <= self.blocks.num_available
 

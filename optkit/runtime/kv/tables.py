@@ -6,6 +6,9 @@ A group with a window holds the blocks read by later queries (``optkit.runtime.k
 - Admission allocates blocks for all known tokens in groups without a window. For a window admission *reserves* the most
   blocks held at once by the prefill, and each chunk takes reserved blocks. So a prefill runs out of blocks only where
   a window has left blocks that stay with a pin or with another request: then there is less to reserve.
+
+A request with a rolling window (``optkit.runtime.kv.rolling``) has one group, and its table has no entry for forgotten
+blocks (``roll``).
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from collections.abc import Iterable, Sequence
 
 from optkit.runtime.kv.blocks import BlockManager
 from optkit.runtime.kv.windows import first_block, widest
-from optkit.runtime.types import NO_BLOCK, Request
+from optkit.runtime.types import NO_BLOCK, BlockCopy, Request
 
 
 class BlockTables:
@@ -44,6 +47,11 @@ class BlockTables:
         total, firsts = self.blocks.blocks_for(num_tokens), self.first_blocks(num_cached)
         return [min(total - first, most) for first, most in zip(firsts, self._widest, strict=True)]
 
+    def admitted_tokens(self, request: Request) -> int:
+        """Tokens of ``request`` with blocks from the admission on."""
+        known = len(request.token_ids)
+        return min(known, request.rule.num_exact) if request.rule else known
+
     def open(self, request: Request, num_cached: int) -> None:
         """Give ``request`` tables without blocks, from the first block read after a prefix of ``num_cached`` on."""
         request.first_blocks = self.first_blocks(num_cached)
@@ -51,7 +59,10 @@ class BlockTables:
 
     def admit(self, request: Request, expected_tokens: int) -> None:
         """Allocate and reserve the blocks of all tokens of ``request``, of which there are enough."""
-        request.num_admitted = len(request.token_ids)
+        request.num_admitted = self.admitted_tokens(request)
+        if request.rule and request.rule.sinks:
+            fits = self.blocks.extend(request.sink_blocks, self.blocks.block_size)
+            assert fits, "a block that was counted is gone"
         for group in self.unlimited:
             fits = self.blocks.extend(request.block_tables[group], request.num_admitted, expected_tokens)
             assert fits, "blocks that were counted are gone"
@@ -59,6 +70,7 @@ class BlockTables:
 
     def grow(self, request: Request, num_tokens: int, expected_tokens: int) -> bool:
         """Blocks for ``num_tokens`` tokens of ``request``; False, and nothing changed, if there are too few."""
+        num_tokens -= request.num_forgotten
         blocks, need = self.blocks.blocks_for(num_tokens), 0
         for table in request.block_tables:
             need += max(0, blocks - len(table))
@@ -74,7 +86,9 @@ class BlockTables:
 
     def trim(self, request: Request) -> None:
         """Give back the blocks beyond the tokens of ``request``."""
-        need = self.blocks.blocks_for(len(request.token_ids))
+        need = self.blocks.blocks_for(len(request.token_ids) - request.num_forgotten)
+        if request.num_forgotten:
+            need = max(need, self._full_window(request))
         for table in request.block_tables:
             spare = table[need:]
             del table[need:]
@@ -91,8 +105,41 @@ class BlockTables:
                 request.first_blocks[group] = stop
         self._reserve(request)
 
+    def roll(self, request: Request, num_forgotten: int) -> BlockCopy | None:
+        """Give the first blocks of ``request`` back: ``num_forgotten`` tokens have no place any more.
+
+        The request takes the blocks of a full window for the next tokens, as far as there is room, first from the
+        blocks given back. So the memory of a request is the same from then on.
+
+        Returns:
+            The copy that makes the block of the sinks, all but the sinks; None without sinks.
+        """
+        assert request.rule is not None
+        count = (num_forgotten - request.num_forgotten) // self.blocks.block_size
+        (table,), copy = request.block_tables, None
+        request.num_forgotten = num_forgotten
+        if request.rule.sinks:
+            first = [] if request.sink_blocks else table[:1]  # the block of the sinks from the second time on
+            copy = BlockCopy(table[count], (first or request.sink_blocks)[0])
+            dropped = table[len(first) : count + 1]
+            table[: count + 1] = first or [request.sink_blocks.pop()]
+            request.stale_sinks = True
+        else:
+            dropped, table[:count] = table[:count], []
+        full = self._full_window(request)
+        while dropped and len(table) < full and self.blocks.is_private(dropped[-1]):
+            table.append(dropped.pop())
+        self.blocks.free(dropped)
+        self.blocks.extend(table, full * self.blocks.block_size)  # dropped blocks may stay with others
+        return copy
+
+    def _full_window(self, request: Request) -> int:
+        """The blocks that ``request`` keeps once tokens are forgotten."""
+        return self.blocks.blocks_for(request.rule.most_seen) if request.rule else 0
+
     def free(self, request: Request) -> None:
         """Free all blocks of ``request``, the reserved blocks, too."""
+        self.blocks.free(request.sink_blocks)
         self._set_reserved(request, 0)
         for table, first in zip(request.block_tables, request.first_blocks, strict=True):
             self.blocks.free(table[first:])
@@ -107,6 +154,7 @@ class BlockTables:
         tables = list(others)
         for request in requests:
             earliest = self.first_blocks(request.num_computed)
+            tables.append(request.sink_blocks)
             each = zip(request.block_tables, request.first_blocks, earliest, strict=True)
             for table, first, most in each:
                 assert first <= most and set(table[:first]) <= {NO_BLOCK} and NO_BLOCK not in table[first:]

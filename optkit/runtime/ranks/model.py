@@ -12,12 +12,14 @@ from optkit.kernels.collectives import Communicator, using
 from optkit.lowering.lower import Executable
 from optkit.parallel.rank_graph import rank_graph
 
+SEVERAL_RANKS = "several ranks share its layers (--tensor-parallel-size)"
+
 
 class RankModel(Executable):
     """An executable whose calls exchange tensors with the other ranks. All ranks make the same calls."""
 
     def __init__(self, executable: Executable, communicator: Communicator) -> None:
-        super().__init__(executable.variants)
+        super().__init__(executable.variants, SEVERAL_RANKS)
         self.communicator = communicator
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:

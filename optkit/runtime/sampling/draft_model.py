@@ -85,6 +85,9 @@ class DraftModel:
     def _follow(self, request: Request, count: int) -> bool:
         """Bring the shadow of ``request`` up to date, with room for ``count`` guesses; False without room."""
         name, length = request.request_id, len(request.token_ids) + count
+        if length > self.max_model_len:  # at once: an answer with a rolling window goes on for long
+            self._drop(name)
+            return False
         shadow = self._shadows.setdefault(name, new_shadow(request.received, []))
         same = shadow.num_computed
         while shadow.token_ids[:same] != request.token_ids[:same]:  # rejected guesses, a few at the end
@@ -92,8 +95,7 @@ class DraftModel:
         known = max(request.token_ids[same:], default=0) < self.runner.vocab_size
         shadow.num_computed = min(same, len(request.token_ids) - 1)
         shadow.token_ids = list(request.token_ids)
-        fits = known and length <= self.max_model_len
-        if fits and self.blocks.extend(shadow.block_tables[0], length, length):
+        if known and self.blocks.extend(shadow.block_tables[0], length, length):
             return True
         self._drop(name)
         return False

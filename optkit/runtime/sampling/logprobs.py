@@ -137,4 +137,6 @@ def pieces(item: ScheduledRequest, size: int) -> Iterator[ScheduledRequest]:
     """``item`` cut into chunks of at most ``size`` tokens, with logits of every token."""
     start, end = item.request.num_computed, item.request.num_computed + item.num_new
     for at in range(start, end, size):
-        yield ScheduledRequest(replace(item.request, num_computed=at), min(size, end - at), all_logits=True)
+        piece = replace(item.request, num_computed=at)
+        sinks = item.sinks if at == start else ()
+        yield ScheduledRequest(piece, min(size, end - at), all_logits=True, sinks=sinks)

@@ -79,7 +79,7 @@ class Lengths:
         """The numbers for the requests of a decode step."""
         base = StepWork()
         for request in requests:
-            base += chunk_work(1, request.num_computed, rows=1)
+            base += chunk_work(1, request.num_held, rows=1)
         step = self.cost.seconds(base)
         return [self._choose(request, base, step, len(requests), seconds_per_token) for request in requests]
 
@@ -88,7 +88,7 @@ class Lengths:
     ) -> int:
         record = self._records.setdefault(request.request_id, _Record())
         one_more = (
-            self.cost.seconds(base + chunk_work(1, len(request.token_ids), rows=1)) - step + seconds_per_token
+            self.cost.seconds(base + chunk_work(1, request.num_held + 1, rows=1)) - step + seconds_per_token
         )
         price = one_more * num_requests / max(step, 1e-9)  # tokens of the batch in that time
         chance = self._chance(record)

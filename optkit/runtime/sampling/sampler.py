@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from optkit.kernels.cpu import native, sampling
+from optkit.runtime.sampling.counts import output_counts, seen_tokens
 from optkit.runtime.sampling.threads import one_thread
 from optkit.runtime.types import (
     CONSTRAINT_FAILED,
@@ -213,12 +214,10 @@ def penalize(logits: Tensor, request: Request) -> Tensor:
     """Repetition (Keskar et al. 2019) over prompt and output; frequency and presence (OpenAI) over the output."""
     p = request.sampling
     logits = logits.clone()
-    left_out = request.positions.left_out if request.positions is not None else ()
-    seen = torch.tensor([*request.token_ids, *left_out], device=logits.device).unique()
+    seen = seen_tokens(request, logits)
     values = logits[seen]
     logits[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
-    output = torch.tensor(request.output_ids, dtype=torch.int64, device=logits.device)
-    tokens, counts = output.unique(return_counts=True)
+    tokens, counts = output_counts(request, logits)
     logits[tokens] -= p.frequency_penalty * counts + p.presence_penalty
     return logits
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 from optkit.recipe.engine_options import SchedulingOptions, value_type
+from optkit.runtime.kv.rolling import MOST_TOKENS, Rolling, RollingWindow
 from optkit.runtime.kv.windows import most_blocks, most_tokens
 
 POLICIES = get_args(value_type("scheduling_policy"))
@@ -25,6 +26,7 @@ class SchedulerConfig(SchedulingOptions, frozen=True, kw_only=True, forbid_unkno
         variant_limits: the most tokens of each variant of the layers but the last; empty for a single variant.
         kv_windows: the window of each group of layers (``optkit.graph.kv_layout``) in tokens; 0 keeps all tokens.
         steps_in_flight: steps that are queued before their results are known, set by the engine.
+        keeps_all: the reason why sequences keep all tokens; empty where a rolling window can forget some.
     """
 
     max_model_len: int
@@ -36,6 +38,7 @@ class SchedulerConfig(SchedulingOptions, frozen=True, kw_only=True, forbid_unkno
     variant_limits: tuple[int, ...] = ()
     kv_windows: tuple[int, ...] = (0,)
     steps_in_flight: int = 1
+    keeps_all: str = ""
 
     def __post_init__(self) -> None:
         for name in LIMITS:
@@ -60,6 +63,8 @@ class SchedulerConfig(SchedulingOptions, frozen=True, kw_only=True, forbid_unkno
             raise ValueError("num_host_blocks must be 0 for a model with recurrent states")
         if self.num_state_slots and any(self.kv_windows):
             raise ValueError("kv_windows must be (0,) for a model with recurrent states")
+        if self.rolling is not None and (reason := self.rolling_refusal(self.rolling)):
+            raise ValueError(reason)
         if self.enforce_ttft_slo and not self.ttft_slo_ms:
             raise ValueError("enforce_ttft_slo needs a ttft_slo_ms")
 
@@ -83,24 +88,63 @@ class SchedulerConfig(SchedulingOptions, frozen=True, kw_only=True, forbid_unkno
         """The most tokens of a request in steps without results."""
         return self.max_num_batched_tokens * self.steps_in_flight
 
-    def final_length(self, num_prompt: int, max_tokens: int) -> int:
-        """The most tokens of a request, prompt and answer."""
-        return min(num_prompt + max_tokens, self.max_model_len)
+    @property
+    def rolling(self) -> RollingWindow | None:
+        """The rolling window of requests that do not choose; None keeps all tokens."""
+        return RollingWindow(self.rolling_window, self.sink_tokens) if self.rolling_window else None
 
-    def blocks_needed(self, num_prompt: int, max_tokens: int) -> int:
+    def rolling_refusal(self, chosen: RollingWindow) -> str | None:
+        """The reason why no request can have the rolling window ``chosen``, or None."""
+        if self.keeps_all:
+            return f"this model can't forget tokens: {self.keeps_all}"
+        if any(self.kv_windows) or self.num_state_slots:
+            return "a model with windows of its own or recurrent states can't forget tokens"
+        if chosen.window < 1:
+            return f"rolling_window must be at least 1, got {chosen.window}"
+        if not 0 <= chosen.sinks <= self.block_size:
+            return f"sink_tokens must be 0 to {self.block_size}, a block of tokens, got {chosen.sinks}"
+        if chosen.sinks >= self.max_num_batched_tokens:
+            most = self.max_num_batched_tokens - 1
+            return f"sink_tokens must be at most {most}, as a step has room for, got {chosen.sinks}"
+        most = self.max_model_len - self.block_size
+        if chosen.window + chosen.sinks > most:
+            return (
+                f"rolling_window and sink_tokens are {chosen.window + chosen.sinks} tokens together; the context of "
+                f"{self.max_model_len} less a block of {self.block_size} has room for {most}"
+            )
+        return None
+
+    def rule(self, chosen: RollingWindow | None, num_prompt: int) -> Rolling | None:
+        """The rule of forgetting for a request with the rolling window ``chosen``."""
+        return Rolling.of(chosen, self.block_size, num_prompt, self.max_model_len) if chosen else None
+
+    def final_length(self, num_prompt: int, max_tokens: int, chosen: RollingWindow | None = None) -> int:
+        """The most tokens of a request, prompt and answer, with the rolling window ``chosen``."""
+        return min(num_prompt + max_tokens, MOST_TOKENS if chosen else self.max_model_len)
+
+    def blocks_needed(self, num_prompt: int, max_tokens: int, chosen: RollingWindow | None = None) -> int:
         """The most blocks that a request holds at once."""
-        need = self.final_length(num_prompt, max_tokens) - 1  # the last token is never computed
-        return most_blocks(self.kv_windows, need, self.tokens_in_flight, self.block_size)
+        need = self.final_length(num_prompt, max_tokens, chosen) - 1  # the last token is never computed
+        sinks = 0
+        if rule := self.rule(chosen, num_prompt):
+            need, sinks = min(need, rule.num_exact), min(rule.sinks, 1)
+        return most_blocks(self.kv_windows, need, self.tokens_in_flight, self.block_size) + sinks
 
-    def refusal(self, num_prompt: int, max_tokens: int) -> str | None:
-        """The reason why a request can never be served, or None."""
+    def refusal(self, num_prompt: int, max_tokens: int, chosen: RollingWindow | None = None) -> str | None:
+        """The reason why a request with the rolling window ``chosen`` can never be served, or None."""
         if num_prompt < 1:
             return "the prompt is empty"
         if max_tokens < 1:
             return "max_tokens must be at least 1"
-        if num_prompt >= self.max_model_len:
-            return f"the prompt has {num_prompt} tokens; the context of {self.max_model_len} leaves no room to answer"
-        if self.blocks_needed(num_prompt, max_tokens) > self.num_blocks:
+        if chosen and (reason := self.rolling_refusal(chosen)):
+            return reason
+        longest = MOST_TOKENS if chosen else self.max_model_len
+        if num_prompt >= longest:
+            return f"the prompt has {num_prompt} tokens; the context of {longest} leaves no room to answer"
+        if self.blocks_needed(num_prompt, max_tokens, chosen) > self.num_blocks:
+            if chosen:
+                need = self.blocks_needed(num_prompt, max_tokens, chosen)
+                return f"the prompt and the rolling window need {need} blocks of KV cache; there are {self.num_blocks}"
             need, room = self.final_length(num_prompt, max_tokens) - 1, self.room(self.num_blocks)
             return f"the prompt and max_tokens need {need} tokens of KV cache; there are {room}"
         return None

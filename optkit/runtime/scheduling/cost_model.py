@@ -66,9 +66,9 @@ def _pairs(num_new: int, context: int) -> float:
 def step_work(items: Iterable[ScheduledRequest]) -> StepWork:
     tokens, rows, pairs = 0, 0, 0.0
     for item in items:
-        tokens += item.num_new
+        tokens += item.num_new + len(item.sinks)
         rows += item.num_logits
-        pairs += _pairs(item.num_new, item.request.num_computed)
+        pairs += _pairs(item.num_new, item.request.num_held)
     return StepWork(tokens, rows, pairs)
 
 

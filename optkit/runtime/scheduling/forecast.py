@@ -41,9 +41,9 @@ class Forecast:
         decodes = StepWork()
         for request in running:
             if request.num_pending == 1:
-                decodes += chunk_work(1, request.num_computed, rows=1)
+                decodes += chunk_work(1, request.num_held, rows=1)
         prefill = self.cost.prefill_seconds(work)
-        prefill += sum(self.cost.prefill_seconds(tokens, request.num_computed) for request, tokens in before)
+        prefill += sum(self.cost.prefill_seconds(tokens, request.num_held) for request, tokens in before)
         chunk = min(self.policy.chunk_limit(decodes, 0), self.config.max_num_batched_tokens)
         num_steps = -(-(work + sum(tokens for _, tokens in before)) // chunk)
         num_waiting = sum(not request.block_tables for request, _ in before)
@@ -60,9 +60,9 @@ class Forecast:
         return rounds * left[-1] + left[rest]
 
     def _tokens_left(self, request: Request) -> int:
-        most = self.config.final_length(request.num_prompt, request.sampling.max_tokens) - len(
-            request.token_ids
-        )
+        received = request.received
+        most = self.config.final_length(request.num_prompt, request.sampling.max_tokens, received.rolling)
+        most -= len(request.token_ids)
         if self._mean_output is None:
             return most
         return min(most, max(1, round(self._mean_output) - request.num_output))

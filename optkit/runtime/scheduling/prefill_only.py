@@ -94,9 +94,18 @@ class Background:
         if not self.kv.pins.num_blocks:
             return True
         need = self._need(request) - self.kv.pinned_blocks(request)
+        if (
+            request.rule and self._length(request) > request.rule.num_exact
+        ):  # which leaves pinned blocks behind
+            need = max(need, self.kv.blocks.blocks_for(request.rule.most_seen))
         return need <= self.config.num_blocks - self.kv.pins.num_blocks
+
+    def _length(self, request: Request) -> int:
+        """The most tokens of ``request``, prompt and answer."""
+        received = request.received
+        return self.config.final_length(request.num_prompt, request.sampling.max_tokens, received.rolling)
 
     def _need(self, request: Request) -> int:
         """The most blocks of ``request``."""
         tokens = request.sampling.max_tokens + request.is_prefill_only
-        return self.config.blocks_needed(request.num_prompt, tokens)
+        return self.config.blocks_needed(request.num_prompt, tokens, request.received.rolling)

@@ -1,8 +1,10 @@
 """Report of a scheduler for a router: the queue in seconds, predicted prefills, load and changed blocks.
 
 The queue is the forecast for a prompt that arrives now and has nothing to compute (``Forecast.first_token``), less the
-time that the running step has taken. For the first ``LOOKED_UP`` waiting requests the uncached tokens are looked up;
-for the rest the number at arrival stands in, so a report costs the same with a long queue.
+time that the running step has taken. A prompt computed for another engine counts like a prompt with an answer; a prompt
+without anybody in wait gives way to others and does not count. For the first ``LOOKED_UP`` waiting requests the
+uncached tokens are looked up; for the rest the number at arrival stands in, so a report costs the same with a long
+queue.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ def report(scheduler: Scheduler, since: Mark, block_bytes: int = 0, *, in_step: 
     config, kv, cost = scheduler.config, scheduler.kv, scheduler.cost
     prompts = [(request, request.num_pending) for request in scheduler.running if request.num_pending > 1]
     prompts += [(r, _uncached(scheduler, r, n)) for n, r in enumerate(scheduler.waiting)]
-    prompts = [(request, tokens) for request, tokens in prompts if not request.is_prefill_only]
+    prompts = [(request, tokens) for request, tokens in prompts if not request.is_background]
     queue = scheduler.forecast.first_token(0, prompts, scheduler.running)
     if in_step:
         queue = max(0.0, queue - (scheduler.clock() - scheduler.step_start))
@@ -62,5 +64,5 @@ def _decodes(scheduler: Scheduler) -> StepWork:
     decodes = StepWork()
     for request in scheduler.running:
         if request.num_pending == 1:
-            decodes += chunk_work(1, request.num_computed, rows=1)
+            decodes += chunk_work(1, request.num_held, rows=1)
     return decodes if decodes.tokens else chunk_work(1, 0, rows=1)

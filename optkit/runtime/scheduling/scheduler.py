@@ -166,7 +166,8 @@ class Scheduler:
         background = received.prefill is not None
         self.check_servable(received)
         token_ids = [*received.prompt_ids, *[ANYTHING] * background]
-        request = Request(received, token_ids, matcher=matcher, positions=positions)
+        rule = self.config.rule(received.rolling, received.num_prompt)
+        request = Request(received, token_ids, matcher=matcher, positions=positions, rule=rule)
         if reason := self.background.refusal(request):
             raise EngineRefusal(reason)
         request.times = times or PrefillTimes(queued=self.clock())
@@ -191,9 +192,9 @@ class Scheduler:
     def _refusal(self, received: EngineRequest) -> str | None:
         """The reason why a request can never be served, or None."""
         most = received.sampling.max_tokens + (received.prefill is not None)
-        if reason := self.config.refusal(received.num_prompt, most):
+        if reason := self.config.refusal(received.num_prompt, most, received.rolling):
             return reason
-        end = self.config.final_length(received.num_prompt, most)
+        end = self.config.final_length(received.num_prompt, most, received.rolling)
         if not received.num_prompt <= len(received.prompt_ids) < end:
             return f"after {received.continued} tokens an answer of {most} tokens has no token left"
         return None
@@ -210,7 +211,7 @@ class Scheduler:
         self.kv.pins.expire(self.step_start)
         self.kv.leases.expire(self.step_start)
         ready = self._ready()
-        decodes = [ScheduledRequest(request, 1) for request in ready]
+        decodes = [ScheduledRequest(request, 1, sinks=request.sinks) for request in ready]
         prefills = self._prefills(decodes)
         left = self.config.max_num_batched_tokens - Batch((*decodes, *prefills)).num_tokens
         items = (*self._with_drafts(ready, left), *prefills)
@@ -230,6 +231,7 @@ class Scheduler:
             if not self._is_here(item.request):
                 continue  # aborted meanwhile
             self._count_chunk(item, now)
+            item.request.stale_sinks &= not item.sinks
             outputs += self._guarded(item.request, self._record, item, result) or []
         return outputs + self.take_lost()
 
@@ -302,8 +304,8 @@ class Scheduler:
         for queue in (self.running, self.waiting):
             assert queue == sorted(queue, key=_rank)
         for request in everyone:
-            assert 0 <= request.num_computed < len(request.token_ids) <= self.config.max_model_len
-            need = self.kv.blocks.blocks_for(request.num_computed)
+            assert 0 <= request.num_computed < len(request.token_ids) <= self._final_length(request)
+            need = self.kv.blocks.blocks_for(request.num_held)
             assert all(len(table) >= need for table in request.block_tables)
         assert all(request.block_tables for request in self.running)
         assert not any(request.block_tables for request in self.waiting)
@@ -334,11 +336,13 @@ class Scheduler:
     def _ready(self) -> list[Request]:
         """The running requests with a single token to compute, with a KV slot for the token."""
         ready = []
-        index = 0
+        index, left = 0, self.config.max_num_batched_tokens
         while index < len(self.running):  # preemption shortens the list from behind
             request = self.running[index]
-            if self._is_due(request) and self._guarded(request, self._make_room, request):
+            fits = self._is_due(request) and 1 + self.kv.num_sinks(request) <= left
+            if fits and self._guarded(request, self._make_room, request):
                 ready.append(request)
+                left -= 1 + len(request.sinks)
             index += request in self.running[index : index + 1]
         return ready
 
@@ -352,7 +356,8 @@ class Scheduler:
         for request, draft in zip(ready, self._drafts(ready, left), strict=True):
             fits = bool(draft) and self._guarded(request, self._allocate, request, len(draft))
             draft = draft if fits else ()
-            items += [ScheduledRequest(request, 1 + len(draft), draft)] if self._is_here(request) else []
+            item = ScheduledRequest(request, 1 + len(draft), draft, sinks=request.sinks)
+            items += [item] if self._is_here(request) else []
         return items
 
     def _drafts(self, requests: list[Request], left: int) -> list[tuple[int, ...]]:
@@ -368,12 +373,19 @@ class Scheduler:
         sampling = request.sampling
         if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
             return 0  # logprobs are reported a token a step
-        return self._final_length(request) - len(request.token_ids) - 1
+        return min(self._final_length(request) - len(request.token_ids), request.until_change) - 1
+
+    def _roll(self, request: Request) -> bool:
+        """Forget what the next token of ``request`` does not see; False where the request must wait for that."""
+        self.kv.roll(request)
+        return True
 
     def _make_room(self, request: Request) -> bool:
         """Allocate a KV slot for each token of ``request``, preempting requests after it; False if none is left to
         preempt.
         """
+        if not self._roll(request):
+            return False
         while not self._allocate(request):
             last = self.running[-1]
             self.preempt(last)
@@ -382,17 +394,22 @@ class Scheduler:
         return True
 
     def _prefills(self, decodes: list[ScheduledRequest]) -> list[ScheduledRequest]:
-        """Chunks of the prompts first in line, running or waiting."""
+        """Chunks of the prompts first in line, running or waiting.
+
+        A chunk ends where a window moves, at the latest a block on, so the next prompts have the step as if the chunk
+        were a decode.
+        """
         busy = step_work(decodes)
         left = self.config.max_num_batched_tokens - busy.tokens
         target = self.config.prefill_target
         items: list[ScheduledRequest] = []
+        shares = False  # the first chunk takes what it can; with it prompts take a place that end in the step
         full = ran_background = False  # full: no waiting request can be admitted; running ones go on
         partial = [r for r in self.running if r.num_pending > 1 or (r.num_pending and r.is_prefill_only)]
         for request in heapq.merge(partial, self._admissible(), key=_rank):
             if full and not request.block_tables:
                 continue
-            limit = min(left, target) if items else left
+            limit = min(left, target) if shares else left
             if request.is_background:
                 limit = min(limit, self.background.limit(decodes=bool(decodes), prefills=bool(items)))
             if limit < 1:
@@ -400,7 +417,7 @@ class Scheduler:
             work = self._guarded(request, self._work, request)
             if work is None:
                 continue
-            if items and work > limit:
+            if shares and work > limit:
                 break
             if not request.block_tables and not self._guarded(request, self._admit, request):
                 full = full or request in self.waiting
@@ -408,9 +425,12 @@ class Scheduler:
             if not request.num_pending:  # nothing to compute and nothing to answer
                 self._guarded(request, self._end_prefill, request)
                 continue
-            num_new = min(request.num_pending, limit)
-            if not items:
-                num_new = min(num_new, self.policy.chunk_limit(busy, request.num_computed))
+            if not self._guarded(request, self._roll, request):
+                continue
+            limit -= len(request.sinks)
+            num_new = min(request.num_pending, limit, request.until_change)
+            if not shares:
+                num_new = min(num_new, self.policy.chunk_limit(busy, request.num_held))
             if request.is_prefill_only:
                 num_new = self.background.chunk(request, num_new)
             num_new = self.kv.states.cut(request, num_new)
@@ -418,9 +438,14 @@ class Scheduler:
                 break
             if not self._guarded(request, self._cover, request, num_new, decodes):
                 continue
-            items.append(ScheduledRequest(request, num_new))
+            items.append(ScheduledRequest(request, num_new, sinks=request.sinks))
+            if request.num_forgotten:
+                busy += step_work(items[-1:])
+            else:
+                shares = True
             ran_background = ran_background or request.is_background
-            left, target = left - num_new, target - num_new
+            size = num_new + len(request.sinks)
+            left, target = left - size, target - size
         self.background.stepped(decodes=bool(decodes), ran=ran_background)
         return items
 
@@ -474,7 +499,8 @@ class Scheduler:
 
     def _final_length(self, request: Request) -> int:
         """The most tokens of ``request``, prompt and answer."""
-        return self.config.final_length(request.num_prompt, request.sampling.max_tokens)
+        received = request.received
+        return self.config.final_length(request.num_prompt, request.sampling.max_tokens, received.rolling)
 
     def _guarded(self, request: Request, work: Callable[..., T], *args: Any) -> T | None:
         """The result of ``work(*args)``; on an exception, ``request`` ends with an error and the rest go on."""
@@ -553,9 +579,10 @@ class Scheduler:
             self.kv.publish(request)  # the next turn of a conversation begins with this answer
         del self._requests[request.request_id]
         (self.running if request in self.running else self.waiting).remove(request)
+        output = self._output(request, token_ids, reason, error, stop_token)
         self.kv.release(request)
         self.drafts.finished(request)
-        return self._output(request, token_ids, reason, error, stop_token)
+        return output
 
     def _output(
         self,
@@ -577,6 +604,7 @@ class Scheduler:
             first=first,
             stop_token=stop_token,
             num_preemptions=request.num_preemptions,
+            num_forgotten=request.num_forgotten if request.rule else None,
         )
 
     def _refuse_late(self, request: Request, work: int) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from optkit.artifact.open import Artifact
+from optkit.errors import UserError
 from optkit.graph.ir import Graph
 from optkit.runtime.specprefill.graph import ScoredLayer, default_layers, num_attention_layers, scoring_graph
 from optkit.runtime.specprefill.queue import ScoringQueue, SpecPrefillOptions
@@ -16,6 +17,20 @@ if TYPE_CHECKING:
     from optkit.graph.variants import SharedWeights
     from optkit.recipe.engine_options import EngineOptions
     from optkit.runtime.scheduling.config import SchedulerConfig
+
+
+def check_choices(options: EngineOptions) -> None:
+    """Refuse options of which one undoes the other.
+
+    Raises:
+        UserError: SpecPrefill and a rolling window, both for requests without a choice.
+    """
+    if options.specprefill and options.rolling_window:
+        raise UserError(
+            "a rolling window reads prompts whole, so SpecPrefill would do nothing",
+            where="--specprefill, --rolling-window",
+            fix="give one of the two; a request may choose either by its fields",
+        )
 
 
 def scoring_queue(

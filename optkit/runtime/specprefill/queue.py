@@ -7,6 +7,7 @@ preempted request computes the same tokens again.
 
 SpecPrefill is a way to be faster, so a prompt without a gain is computed whole: a short prompt, a prompt with cached KV
 or with logprobs, every prompt of a model or a device whose tokens can't be left out, and a prompt whose scoring failed.
+So is the prompt of an answer with a rolling window, where places tell what is forgotten.
 """
 
 from __future__ import annotations
@@ -197,7 +198,7 @@ class ScoringQueue:
         """The prompt tokens to keep; None for a prompt to compute whole, whatever is cached."""
         asked = request.specprefill or SpecPrefill()
         enabled = self.options.enabled if asked.enabled is None else asked.enabled
-        is_answer = request.prefill is None and request.reads_prefix_cache
+        is_answer = request.prefill is None and request.reads_prefix_cache and request.rolling is None
         if not (enabled and is_answer) or request.num_prompt < self.options.threshold:
             return None
         count = math.ceil((asked.keep_pct or self.options.keep_pct) * request.num_prompt)

@@ -16,7 +16,13 @@ from optkit.runtime.types import FinishReason, FirstToken
 from optkit.serve.anthropic.protocol import PARAMS
 from optkit.serve.http.errors import ApiError
 from optkit.serve.http.json_body import BadJson, object_in
-from optkit.serve.openai.answers import ResponseHead, ResponseParts, cached_tokens, specprefill_details
+from optkit.serve.openai.answers import (
+    ResponseHead,
+    ResponseParts,
+    cached_tokens,
+    forgotten_details,
+    specprefill_details,
+)
 from optkit.serve.openai.generation import Delta, parts_of
 from optkit.serve.tools.parts import Part, joined
 
@@ -74,7 +80,7 @@ class MessageWriter:
         events, delta = self._close(), self._last
         if delta:
             reason = {"stop_reason": stop_reason(delta, self._max_tokens), "stop_sequence": delta.stop}
-            usage = {"output_tokens": delta.num_tokens}
+            usage = {"output_tokens": delta.num_tokens} | forgotten_details([delta.num_forgotten])
             events += event("message_delta", delta=reason, usage=usage)
         return events + event("message_stop")
 
@@ -96,7 +102,9 @@ class MessageWriter:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": delta.num_tokens,
-        } | specprefill_details([self._first])
+            **specprefill_details([self._first]),
+            **forgotten_details([delta.num_forgotten]),
+        }
         return {
             "id": self._head.reply_id,
             "type": "message",

@@ -114,6 +114,7 @@ def usage(
     n: int = 1,
     ttft_details: bool = False,
     num_reasoning: int | None = None,
+    forgotten: Sequence[int | None] = (),
 ) -> dict[str, Any]:
     """OpenAI's ``usage`` object.
 
@@ -121,6 +122,7 @@ def usage(
         firsts: the engine's ``FirstToken`` of each choice; ``n`` choices share a prompt.
         ttft_details: add the parts of each choice's time to first token, in seconds.
         num_reasoning: generated tokens of the reasoning; None leaves the number out.
+        forgotten: tokens that the last token of each choice did not see; None for a choice that sees all.
     """
     body: dict[str, Any] = {
         "prompt_tokens": num_prompt,
@@ -132,9 +134,16 @@ def usage(
         body["prompt_tokens_details"] = {"cached_tokens": cached} | specprefill_details(firsts, n)
     if num_reasoning is not None:
         body["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+    body |= forgotten_details(forgotten)
     if ttft_details:
         body["ttft_details"] = firsts
     return body
+
+
+def forgotten_details(forgotten: Sequence[int | None]) -> dict[str, int]:
+    """The tokens that the last tokens of choices with a rolling window did not see; empty without a window."""
+    known = [count for count in forgotten if count is not None]
+    return {"forgotten_tokens": sum(known)} if known else {}
 
 
 def specprefill_details(firsts: Sequence[FirstToken | None], n: int = 1) -> dict[str, int]:

@@ -54,6 +54,7 @@ class Delta(NamedTuple):
         parts: the text in parts, of a message with tools or reasoning; ``text`` is then the content.
         num_calls, num_reasoning: tool calls, and tokens of the reasoning, so far.
         stop: the stop string at the end of the text.
+        num_forgotten: tokens that the last token did not see; None where none are forgotten.
     """
 
     choice: int
@@ -67,6 +68,7 @@ class Delta(NamedTuple):
     num_calls: int = 0
     num_reasoning: int = 0
     stop: str | None = None
+    num_forgotten: int | None = None
 
 
 def parts_of(delta: Delta) -> tuple[Part, ...]:
@@ -141,6 +143,7 @@ class ChoiceStream:
         self._stops = StopStrings(job.stops, job.keep_stop)
         self._echo, self._logprobs = job.echo or "", list[TokenLogprob]()
         self._first: FirstToken | None = None
+        self._forgotten: int | None = None
         self._ids: list[int] = []
         self._parser, self._num_reasoning, self._num_calls = job.parser, 0, 0
         self._spoken: Kind = "content"  # kind of the text that the stop strings hold
@@ -154,6 +157,7 @@ class ChoiceStream:
         if output.first:
             self._first = output.first
             observed.first_token(output.first)
+        self._forgotten = output.num_forgotten
         self._logprobs += output.prompt_logprobs
         if not output.token_ids and not output.finish_reason:
             return None  # a part of the prompt was scored
@@ -182,7 +186,18 @@ class ChoiceStream:
         first, self._first = self._first, None
         ids, self._ids = tuple(self._ids), []
         stop = self._stops.matched
-        return Delta(self._job.index, text, num_tokens, finish, logprobs, first, ids, stop=stop)
+        forgotten = self._forgotten
+        return Delta(
+            self._job.index,
+            text,
+            num_tokens,
+            finish,
+            logprobs,
+            first,
+            ids,
+            stop=stop,
+            num_forgotten=forgotten,
+        )
 
     def _text(self, output: TokenOutput, num_tokens: int) -> tuple[str, FinishReason | None]:
         piece = self._without_stop(self._decode(output), num_tokens)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from optkit.runtime.kv.rolling import RollingWindow
 from optkit.runtime.specprefill.settings import SpecPrefill
 from optkit.runtime.types import Constraint, EngineRequest
 from optkit.serve.openai.defaults import SamplingDefaults
@@ -87,6 +88,7 @@ def choice_jobs(
     max_tokens: int,
     eos_ids: tuple[int, ...],
     defaults: SamplingDefaults,
+    rolling: RollingWindow | None = None,
 ) -> Iterator[ChoiceJob]:
     """The jobs of a prompt, ``request.num_choices`` of them.
 
@@ -95,6 +97,7 @@ def choice_jobs(
         max_tokens: tokens to generate; 0 scores the prompt only.
         eos_ids: end-of-sequence tokens of the model.
         defaults: for absent fields of the request.
+        rolling: the tokens kept of an answer longer than the context.
     """
     n, is_chat = request.num_choices, isinstance(request, ChatRequest)
     for j in range(n):
@@ -109,6 +112,7 @@ def choice_jobs(
             priority=request.priority or 0,
             cache_salt=f"{sender.tenant}:{request.cache_salt or ''}",
             specprefill=specprefill(request),
+            rolling=rolling,
         )
         yield ChoiceJob(
             index=first + j,

@@ -111,6 +111,7 @@ WITHOUT_BEAMS: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
     "echo": (False,),
+    "rolling_window": (0,),
 }
 
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from optkit.runtime.kv.rolling import MOST_TOKENS, RollingWindow
+from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.serve.constraints.checker import ConstraintChecker
 from optkit.serve.http.errors import ApiError, printable
 from optkit.serve.openai.chat_prompt import render_chat
@@ -39,6 +41,7 @@ class PromptReader:
         constraints: checks the constraints of requests.
         chat: the forms of tools and reasoning.
         defaults: for absent fields of requests.
+        limits: of the scheduler, for rolling windows; None refuses them.
     """
 
     def __init__(
@@ -48,7 +51,9 @@ class PromptReader:
         constraints: ConstraintChecker,
         chat: ChatFormat | None = None,
         defaults: SamplingDefaults = OPENAI_DEFAULTS,
+        limits: SchedulerConfig | None = None,
     ) -> None:
+        self.limits = limits
         self.tokenizer, self.max_model_len, self.constraints = tokenizer, max_model_len, constraints
         self.chat, self.defaults = chat or ChatFormat(), defaults
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
@@ -59,6 +64,7 @@ class PromptReader:
         Raises:
             ApiError: 400, for a wrong prompt or constraint.
         """
+        rolling = self.rolling(request)
         if isinstance(request, ChatRequest):
             prompts = [await self._chat(request)]
         elif isinstance(request, CompletionRequest):
@@ -73,8 +79,37 @@ class PromptReader:
             limit = self._max_tokens(request, len(prompt.ids))
             ready = prompt._replace(bad_words=bad_words)
             eos_ids = self.tokenizer.eos_ids
-            jobs += choice_jobs(request, sender, ready, len(jobs), limit, eos_ids, self.defaults)
+            jobs += choice_jobs(request, sender, ready, len(jobs), limit, eos_ids, self.defaults, rolling)
         return jobs
+
+    def rolling(self, request: GenerationRequest) -> RollingWindow | None:
+        """The rolling window of ``request``, by its fields or by the options of the server; None keeps all tokens.
+
+        Raises:
+            ApiError: 400, the model or the engine can't serve the window.
+        """
+        limits = self.limits
+        window, sinks = request.rolling_window, request.sink_tokens
+        if limits is not None:
+            window = limits.rolling_window if window is None else window
+            sinks = limits.sink_tokens if sinks is None else sinks
+        if request.sink_tokens and not window and request.rolling_window is None:
+            message = "'sink_tokens' needs a 'rolling_window'"
+            raise ApiError(message, param="sink_tokens", code="invalid_value")
+        if not window or request.use_beam_search:  # whose beams are prompts, a token longer each time
+            return None
+        chosen = RollingWindow(window, sinks or 0)
+        reason = "there are no rolling windows here" if limits is None else limits.rolling_refusal(chosen)
+        if reason:
+            raise ApiError(reason, param="rolling_window", code="invalid_value")
+        if request.specprefill:
+            message = "a rolling window reads prompts whole: 'specprefill' needs 'rolling_window' to be 0"
+            raise ApiError(message, param="specprefill", code="invalid_value")
+        return chosen
+
+    def longest(self, request: GenerationRequest) -> int:
+        """The most tokens of ``request``, prompt and answer."""
+        return MOST_TOKENS if self.rolling(request) else self.max_model_len
 
     async def _chat(self, request: ChatRequest) -> Prompt:
         text = await self.render(request)
@@ -114,8 +149,9 @@ class PromptReader:
     async def _encode(self, text: str, request: GenerationRequest, param: str, *, special: bool) -> list[int]:
         if not text:
             raise ApiError("the prompt is empty", param=param, code="empty_prompt")
-        if len(text) > self.max_model_len and request.truncate_prompt_tokens is None:
-            self._refuse_hopeless(text, param)  # a shorter text has too few characters to be too long
+        longest = self.longest(request)
+        if len(text) > longest and request.truncate_prompt_tokens is None:
+            self._refuse_hopeless(text, param, longest)  # a shorter text has too few characters
         ids = await self.token_ids(text, special)
         if not ids:
             raise ApiError("the prompt is empty", param=param, code="empty_prompt")
@@ -135,7 +171,7 @@ class PromptReader:
         """
         longest = max(texts, key=len)
         if len(longest) > self.max_model_len:
-            self._refuse_hopeless(longest, param)
+            self._refuse_hopeless(longest, param, self.max_model_len)
         return await self.ids_of_texts(texts, special)
 
     async def ids_of_texts(self, texts: Sequence[str], special: bool) -> list[list[int]]:
@@ -153,24 +189,30 @@ class PromptReader:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def _refuse_hopeless(self, text: str, param: str) -> None:
+    def _refuse_hopeless(self, text: str, param: str, limit: int) -> None:
         fewest = len(text.encode()) // self.tokenizer.longest_token
-        if fewest > self.max_model_len:
-            raise overflow(self.max_model_len, param, f"at least {fewest}")
+        if fewest > limit:
+            raise overflow(limit, param, f"at least {fewest}")
 
     def _truncated(self, text: str | None, ids: list[int], request: GenerationRequest) -> Prompt:
         """The prompt after ``truncate_prompt_tokens``; the text may be "" for a prompt without echo."""
         keep = request.truncate_prompt_tokens
         if keep is not None:
-            keep = self.max_model_len - max(request.requested_max_tokens or 1, 1) if keep == -1 else keep
-            if not 1 <= keep <= self.max_model_len:
-                message = f"at least one token and at most {self.max_model_len} must remain of the prompt"
+            longest = self.longest(request)
+            keep = self._fitting(request, longest) if keep == -1 else keep
+            if not 1 <= keep <= longest:
+                message = f"at least one token and at most {longest} must remain of the prompt"
                 raise ApiError(message, param="truncate_prompt_tokens", code="invalid_value")
             if len(ids) > keep:
                 text, ids = None, ids[:keep] if request.truncation_side == "right" else ids[-keep:]
         if text is None and request.echoes:
             text = self.tokenizer.decode(ids)
         return Prompt(tuple(ids), text or "")
+
+    def _fitting(self, request: GenerationRequest, longest: int) -> int:
+        """The most prompt tokens that fit the context, with the answer where the answer ends with the context."""
+        answer = max(request.requested_max_tokens or 1, 1)
+        return self.max_model_len - (answer if longest == self.max_model_len else 1)
 
     def check_ids(self, param: str, ids: Sequence[int]) -> None:
         """Refuse the first of ``ids`` outside the vocabulary; ``param`` is the field with the ids."""
@@ -185,14 +227,17 @@ class PromptReader:
         """The tokens to generate after a prompt of ``num_prompt`` tokens; 0 when the request wants none.
 
         Raises:
-            ApiError: 400, prompt and answer do not fit ``max_model_len`` together.
+            ApiError: 400, prompt and answer do not fit ``longest`` together.
         """
-        room, asked = self.max_model_len - num_prompt, request.requested_max_tokens
+        longest = self.longest(request)
+        room, asked = longest - num_prompt, request.requested_max_tokens
         param = "messages" if isinstance(request, ChatRequest) else "prompt"
         if asked and isinstance(request, ChatRequest) and request.fills_context:
             asked = min(asked, max(room, 1))
         if room < max(asked or 1, 1):
-            raise overflow(self.max_model_len, param, num_prompt, asked)
+            raise overflow(longest, param, num_prompt, asked)
+        if longest > self.max_model_len:  # an answer of no stated length ends with the context all the same
+            room = min(room, max(self.max_model_len - num_prompt, 0) or self.max_model_len)
         default = room if isinstance(request, ChatRequest) else min(COMPLETION_TOKENS, room)
         if self.defaults.max_new_tokens is not None:
             default = min(self.defaults.max_new_tokens, room)

@@ -109,6 +109,8 @@ class GenerationRequest(BaseModel):
     ttft_details: bool | None = None
     specprefill: bool | None = None
     specprefill_keep_pct: Annotated[float, Field(gt=0, le=1)] | None = None
+    rolling_window: Natural | None = None
+    sink_tokens: Natural | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None

@@ -92,6 +92,7 @@ class ChunkWriter:
         self._counts, self._started = [0] * count, [False] * count
         self._reasoning = [0] * count
         self._firsts: list[FirstToken | None] = [None] * count
+        self._forgotten: list[int | None] = [None] * count
 
     def _shared(self, kind: str) -> dict[str, Any]:
         head = self._head
@@ -102,6 +103,7 @@ class ChunkWriter:
         """The event for a delta."""
         self._counts[delta.choice] = delta.num_tokens
         self._reasoning[delta.choice] = delta.num_reasoning
+        self._forgotten[delta.choice] = delta.num_forgotten
         self._firsts[delta.choice] = self._firsts[delta.choice] or delta.first
         in_choice, in_chunk = self._token_ids(delta) if self._parts.show_ids else (b"", b"")
         choice = b'{"index":%d,%b,"logprobs":%b,"finish_reason":%b%b}' % (
@@ -118,7 +120,7 @@ class ChunkWriter:
         """The usage event, if asked for, and the end of the stream."""
         if not self._include_usage:
             return DONE
-        total = encode(self._usage(self._counts, self._firsts, self._reasoning))
+        total = encode(self._usage(self._counts, self._firsts, self._reasoning, self._forgotten))
         return self._begin + b'],"usage":' + total + b"}\n\n" + DONE
 
     def failed(self, error: ApiError) -> bytes:
@@ -128,7 +130,8 @@ class ChunkWriter:
     def whole(self, answers: list[Delta]) -> bytes:
         """The JSON body of an answer without streaming."""
         counts, firsts = [a.num_tokens for a in answers], [a.first for a in answers]
-        total = self._usage(counts, firsts, [a.num_reasoning for a in answers])
+        forgotten = [answer.num_forgotten for answer in answers]
+        total = self._usage(counts, firsts, [a.num_reasoning for a in answers], forgotten)
         if self._parts.num_returned:
             answers = best(answers, self._parts.n, self._parts.num_returned)
         choices = [self._choice(answer) for answer in answers]
@@ -138,10 +141,15 @@ class ChunkWriter:
         return encode(body)
 
     def _usage(
-        self, counts: Sequence[int], firsts: Sequence[FirstToken | None], reasoning: Sequence[int]
+        self,
+        counts: Sequence[int],
+        firsts: Sequence[FirstToken | None],
+        reasoning: Sequence[int],
+        forgotten: Sequence[int | None],
     ) -> dict[str, Any]:
         parts, num_reasoning = self._parts, sum(reasoning) if self._is_chat else None
-        return usage(parts.num_prompt, sum(counts), firsts, parts.n, parts.ttft_details, num_reasoning)
+        total = parts.num_prompt, sum(counts)
+        return usage(*total, firsts, parts.n, parts.ttft_details, num_reasoning, forgotten)
 
     def _text(self, delta: Delta) -> bytes:
         if delta.parts:

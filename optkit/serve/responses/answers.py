@@ -16,7 +16,13 @@ import msgspec
 
 from optkit.runtime.types import FinishReason
 from optkit.serve.http.errors import ApiError
-from optkit.serve.openai.answers import ResponseHead, ResponseParts, cached_tokens, specprefill_details
+from optkit.serve.openai.answers import (
+    ResponseHead,
+    ResponseParts,
+    cached_tokens,
+    forgotten_details,
+    specprefill_details,
+)
 from optkit.serve.openai.defaults import SamplingDefaults
 from optkit.serve.openai.generation import Delta, parts_of
 from optkit.serve.openai.protocol import first_given
@@ -181,6 +187,7 @@ class ResponseWriter:
             "output_tokens": num_output,
             "output_tokens_details": {"reasoning_tokens": reasoning},
             "total_tokens": num_prompt + num_output,
+            **forgotten_details([delta.num_forgotten if delta else None]),
         }
 
 

@@ -19,10 +19,12 @@ from optkit.runtime.cuda.device import HostDevice, Replay
 from optkit.runtime.cuda.runner import GraphRunner
 from optkit.runtime.cuda.start import gpu_engine, largest_step
 from optkit.runtime.engine import Engine
+from optkit.runtime.kv.rolling import RollingWindow
 from optkit.runtime.overlap import OverlapEngine
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.types import SamplingParams, TokenOutput
+from tests.runtime.test_endless import served
 from tests.support.graphs import captured
 from tests.support.host_device import CONFIG, GREEDY, model
 from tests.support.tiny_runtime import prompts
@@ -102,6 +104,16 @@ def test_output_is_that_of_the_plain_engine(temperature: float) -> None:
         for i in range(len(asked))
     ]
     assert ahead.generate(asked, params) == plain.generate(asked, params)
+
+
+def test_answers_beyond_the_context_are_those_of_the_plain_engine() -> None:
+    """A step in which the window moves is no graph: it waits for the step before, and its sinks are a call apart."""
+    plain, ahead = engines()
+    asked = prompts(4)
+    params = [SamplingParams(max_tokens=100, temperature=1.0, seed=seed) for seed in range(4)]
+    window = RollingWindow(24, 3)
+    assert served(ahead, asked, params, window)[0] == served(plain, asked, params, window)[0]
+    assert ahead.stats().graph_replays > 100
 
 
 def test_stop_tokens_are_seen_a_step_late_and_cost_nothing_but_that() -> None:

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from optkit.lowering.lower import Executable, lower
 from optkit.runtime.engine import Engine
+from optkit.runtime.kv.rolling import RollingWindow
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.sampling.draft_model import DraftModel
 from optkit.runtime.sampling.proposer import Speculator
 from optkit.runtime.scheduling.cost_model import CostModel
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
-from optkit.runtime.types import Batch, SamplingParams
+from optkit.runtime.types import Batch, EngineRequest, SamplingParams
 from tests.support import tiny_runtime
 from tests.support.fakes import FakeRunner, fake_engine
 from tests.support.graphs import captured
@@ -60,6 +61,33 @@ def test_a_draft_model_that_is_right_saves_steps() -> None:
 
 
 @needs_native
+def test_a_draft_model_leaves_an_answer_with_a_window_at_its_own_context() -> None:
+    """The answer goes on beyond the contexts of both models, and the draft model holds no blocks for it."""
+    window = RollingWindow(16, 2)
+    request = EngineRequest(
+        request_id="r",
+        prompt_ids=(3, 4, 5),
+        sampling=SamplingParams(max_tokens=200, temperature=0.0),
+        arrival=0.0,
+        rolling=window,
+    )
+
+    def answer(engine: Engine) -> list[int]:
+        engine.add_request(request)
+        return [
+            token
+            for _ in iter(lambda: engine.has_work, False)
+            for o in engine.step()
+            for token in o.token_ids
+        ]
+
+    engine, source = drafted()
+    assert answer(engine) == answer(fake_engine(options={"max_num_batched_tokens": 64}))
+    stats = engine.stats()
+    assert 10 < sum(stats.spec_decode_accepted_per_pos) < 64
+    assert source.blocks.num_used == 0 and not source._shadows
+
+
 def test_two_models_say_what_the_large_one_says_alone() -> None:
     some = tiny_runtime.prompts(8)
     sampling = SamplingParams(max_tokens=24, temperature=0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from optkit.runtime.kv.rolling import RollingWindow
 from optkit.runtime.prefill import NO_ROOM, Prefill
 from optkit.runtime.scheduling.prefill_only import ALONE_TOKENS, BESIDE_TOKENS, REST_STEPS
 from optkit.runtime.scheduling.scheduler import Scheduler
@@ -167,3 +168,33 @@ def test_windows_that_slide_off_shared_blocks_promise_no_block_twice(pin: str) -
             num_more
         )
         assert not scheduler.has_work
+
+
+def test_an_answer_that_leaves_pinned_blocks_behind_is_refused_or_ends() -> None:
+    """A rolling window begins with pinned blocks and goes on with as many of its own."""
+    outcomes = {}
+    for window in range(2, 44):
+        scheduler = make(num_blocks=16, max_model_len=64, pinned_cache_share=0.7, enable_prefix_caching=True)
+        warm(scheduler, "w", 40, pin="p")
+        while scheduler.has_work:
+            step(scheduler)
+        assert scheduler.stats().kv_blocks_pinned == 10
+        received = EngineRequest(
+            request_id="r",
+            prompt_ids=(2,) * 41,
+            sampling=SamplingParams(max_tokens=150),
+            arrival=0.0,
+            rolling=RollingWindow(window, 2),
+        )
+        try:
+            scheduler.add(received)
+        except EngineRefusal:
+            outcomes[window] = "refused"
+            continue
+        num_steps = 0
+        while scheduler.has_work:
+            step(scheduler)
+            num_steps += 1
+            assert num_steps < 300, f"a window of {window} tokens"
+        outcomes[window] = "ended"
+    assert outcomes == {window: "ended" if 2 + window + 3 <= 6 * 4 else "refused" for window in range(2, 44)}

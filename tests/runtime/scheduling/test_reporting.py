@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from optkit.runtime.prefill import Prefill
 from optkit.runtime.report import PREFILL_TOKENS, Mark
 from optkit.runtime.scheduling.reporting import report
 from optkit.runtime.scheduling.scheduler import Scheduler
+from optkit.runtime.types import EngineRequest, SamplingParams
 from tests.support import schedulers
 from tests.support.schedulers import add, advance
 
@@ -39,6 +41,23 @@ def test_the_queue_is_the_prefill_of_the_prompts_ahead() -> None:
     scheduler.schedule()
     early, late = (report(scheduler, Mark(), in_step=True) for _ in range(2))
     assert late.queue_seconds <= early.queue_seconds <= wanted
+
+
+@pytest.mark.parametrize("is_urgent", [True, False])
+def test_a_prompt_for_another_engine_counts_and_one_without_anybody_in_wait_does_not(is_urgent: bool) -> None:
+    scheduler = make()
+    sampling = SamplingParams(max_tokens=1, temperature=0.0)
+    scheduler.add(
+        EngineRequest(
+            request_id="kv", prompt_ids=tuple(range(200)), sampling=sampling, arrival=0.0,
+            prefill=Prefill(is_urgent=is_urgent),
+        )
+    )  # fmt: skip
+    wanted = scheduler.cost.prefill_seconds(200) if is_urgent else 0.0
+    assert report(scheduler, Mark()).queue_seconds == pytest.approx(wanted)
+    scheduler.schedule()
+    in_step = report(scheduler, Mark(), in_step=True).queue_seconds
+    assert (in_step > 0) == is_urgent and in_step <= wanted
 
 
 def test_cached_tokens_of_waiting_prompts_are_no_queue() -> None:

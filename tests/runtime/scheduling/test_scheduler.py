@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from optkit.runtime.kv.rolling import RollingWindow
 from optkit.runtime.sampling.proposer import SpeculationStats
 from optkit.runtime.scheduling.scheduler import Scheduler
 from optkit.runtime.types import (
@@ -261,6 +262,22 @@ def test_guesses_fill_what_decodes_and_prompts_leave() -> None:
     add(scheduler, "short", 6, max_tokens=1)
     assert advance(scheduler) == [("a", 10), ("short", 6)]
     assert advance(scheduler) == [("a", 16)]
+
+
+def test_a_text_read_through_a_window_leaves_the_rest_of_its_steps_to_others() -> None:
+    """A chunk of such a text ends where the window moves, so a long prompt behind it is read beside it."""
+    scheduler, window = make(max_num_batched_tokens=40, prefill_target_tokens=24), RollingWindow(6, 2)
+    params = SamplingParams(max_tokens=2)
+    text = EngineRequest(
+        request_id="text", prompt_ids=(1,) * 200, sampling=params, arrival=0.0, rolling=window
+    )
+    scheduler.add(text)
+    assert advance(scheduler) == [("text", 11)]
+    add(scheduler, "prompt", 60, max_tokens=2)
+    add(scheduler, "other", 30, max_tokens=2)
+    assert advance(scheduler) == [("text", 4), ("prompt", 34)]
+    assert advance(scheduler) == [("text", 4), ("prompt", 26)]
+    assert advance(scheduler) == [("prompt", 1), ("text", 4), ("other", 30)]
 
 
 prompt_lengths = st.lists(st.integers(1, 30), min_size=1, max_size=12)

@@ -14,7 +14,7 @@ from optkit.graph.variants import SharedWeights
 from optkit.lowering.lower import Executable, lower
 from optkit.recipe.engine_options import EngineOptions
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
-from optkit.runtime.specprefill.load import scoring_queue
+from optkit.runtime.specprefill.load import check_choices, scoring_queue
 from tests.support.graphs import captured
 from tests.support.target import TARGET
 
@@ -46,3 +46,10 @@ def test_a_server_with_specprefill_does_not_start_where_it_is_not_possible() -> 
         scoring_queue(artifact("llama"), None, on, CONFIG)
     assert scoring_queue(artifact("llama"), SharedWeights(), on, CONFIG).options.enabled
     scoring_queue(artifact("gemma2"), SharedWeights(), EngineOptions(), CONFIG)  # asked for by no one
+
+
+def test_a_window_and_specprefill_for_all_requests_are_refused() -> None:
+    with pytest.raises(UserError, match="a rolling window reads prompts whole"):
+        check_choices(EngineOptions(specprefill=True, rolling_window=32))
+    check_choices(EngineOptions(specprefill=True))
+    check_choices(EngineOptions(rolling_window=32))

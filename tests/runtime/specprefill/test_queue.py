@@ -13,6 +13,7 @@ import torch
 from optkit.graph.ir import Graph
 from optkit.lowering.lower import Executable, lower
 from optkit.runtime.engine import Engine
+from optkit.runtime.kv.rolling import RollingWindow
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.specprefill.graph import ScoredLayer, scoring_graph
@@ -198,6 +199,7 @@ def test_a_prompt_with_cached_kv_is_computed_whole() -> None:
         ({"specprefill": None}, SpecPrefillOptions(threshold=1)),
         ({"specprefill": SpecPrefill(enabled=True, keep_pct=1.0)}, SpecPrefillOptions(threshold=1)),
         ({}, SpecPrefillOptions(threshold=len(PROMPTS[0]) + 1)),
+        ({"rolling": RollingWindow(64, 4)}, SpecPrefillOptions(enabled=True, threshold=1)),
         (
             {"sampling": msgspec.structs.replace(GREEDY, prompt_logprobs=0)},
             SpecPrefillOptions(threshold=1),
