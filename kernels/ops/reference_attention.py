@@ -89,6 +89,7 @@ def attention(
     block_tables: Tensor,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    positions: Tensor | None = None,
     scale: float = 1.0,
     window: int = 0,
     softcap: float = 0.0,
@@ -110,6 +111,10 @@ def attention(
     - ``sparse_cover`` > 0 has blocks of queries from position ``sparse_from`` on read only the blocks of keys with
       such a share of an estimate of the attention (``reference_sparse_prefill``). A layer with a window, chunks or
       slopes stays dense.
+    - ``positions`` [T] int64 says which new tokens are a *tree* of guesses (arXiv 2305.09781), in preorder.
+      A token sees the tokens before the call and its ancestors: the last token before it that is one position earlier
+      is its parent. The first token is the root. Rows of increasing positions, with or without gaps, are a sequence as
+      without ``positions``.
 
     int8 and uint8 pools hold rows of ``quantize_kv``. K and V of the call are attended in their quantized form, so
     the result does not depend on the cut of a prompt into calls.
@@ -117,7 +122,8 @@ def attention(
     if q.device.type != "meta":
         write_kv(k, v, k_cache, v_cache, slot_mapping)
     batch = query_start, seq_lens, block_tables
-    scores: tuple[Any, ...] = (sinks, slopes, scale, window, softcap, chunk, sparse_cover, sparse_from)
+    options: tuple[Any, ...] = scale, window, softcap, chunk, sparse_cover, sparse_from
+    scores: tuple[Any, ...] = sinks, slopes, positions, *options
     return paged_attention(q, k, v, k_cache, v_cache, *batch, *scores)
 
 
@@ -132,6 +138,7 @@ def paged_attention(
     block_tables: Tensor,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    positions: Tensor | None = None,
     scale: float = 1.0,
     window: int = 0,
     softcap: float = 0.0,
@@ -158,9 +165,11 @@ def paged_attention(
                 values = keys[..., : v.shape[2]]
             else:
                 values = gather_kv(v_cache, block_tables[s], length)
-            dense = not sparse_cover or window > 0 or chunk > 0 or slopes is not None
+            tree = None if positions is None else as_tree(positions[rows])
+            dense = not sparse_cover or window > 0 or chunk > 0 or slopes is not None or tree is not None
             read = None if dense else readable_keys(q[rows], keys, scale, sparse_cover, sparse_from)
-            out[rows] = attend(q[rows], keys, values, scale, window, softcap, chunk, sinks, slopes, read)
+            scores = scale, window, softcap, chunk, sinks, slopes, tree, read
+            out[rows] = attend(q[rows], keys, values, *scores)
     return out
 
 
@@ -256,6 +265,7 @@ def attend(
     chunk: int = 0,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    positions: Tensor | None = None,
     read: Tensor | None = None,
 ) -> Tensor:
     """Attention of the last Tq tokens of a sequence: q [Tq, H, D] over k, v [Tk, Hkv, ...]; see ``attention``.
@@ -270,8 +280,9 @@ def attend(
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
     if slopes is not None:
-        scores = scores + slopes.to(dtype)[:, None, None] * distances(tq, tk, q.device)
-    scores = scores.masked_fill(~causal_mask(tq, tk, window, q.device, chunk), float("-inf"))
+        scores = scores + slopes.to(dtype)[:, None, None] * distances(tq, tk, q.device, positions)
+    seen = causal_mask(tq, tk, window, q.device, chunk, positions)
+    scores = scores.masked_fill(~seen, float("-inf"))
     if read is not None:
         scores = scores.masked_fill(~read, float("-inf"))
     if sinks is not None:
@@ -290,18 +301,76 @@ def heads_per_key(heads: int, key_heads: int) -> int:
     return heads // key_heads
 
 
-def distances(tq: int, tk: int, device: torch.device) -> Tensor:
-    """[Tq, Tk] int64: the key's position less the query's; the queries are the last Tq of Tk positions."""
-    return torch.arange(tk, device=device)[None] - torch.arange(tk - tq, tk, device=device)[:, None]
+def distances(tq: int, tk: int, device: torch.device, positions: Tensor | None = None) -> Tensor:
+    """[Tq, Tk] int64: the key's position less the query's; the queries are the last Tq of Tk positions.
+
+    ``positions`` [Tq] are those of the queries in a tree of guesses.
+    """
+    at = key_positions(tq, tk, device, positions)
+    return at[None] - at[tk - tq :, None]
 
 
-def causal_mask(tq: int, tk: int, window: int, device: torch.device, chunk: int = 0) -> Tensor:
+def key_positions(tq: int, tk: int, device: torch.device, positions: Tensor | None = None) -> Tensor:
+    """The position of each key, [Tk] int64, counted from the sequence's first token."""
+    at = torch.arange(tk, device=device)
+    return at if positions is None else torch.cat((at[: tk - tq], tk - tq + positions - positions[0]))
+
+
+def causal_mask(
+    tq: int, tk: int, window: int, device: torch.device, chunk: int = 0, positions: Tensor | None = None
+) -> Tensor:
     """[Tq, Tk] bool, True where the query may look: the queries are the last Tq of Tk positions."""
-    distance = distances(tq, tk, device)
-    mask = distance <= 0
+    distance = distances(tq, tk, device, positions)
+    mask = distance <= 0 if positions is None else tree_mask(tk - tq, positions)
     if window > 0:
         mask = mask & (distance > -window)
     if chunk > 0:
-        key = torch.arange(tk, device=device)
+        key = key_positions(tq, tk, device, positions)
         mask = mask & (key[None] // chunk == key[tk - tq :, None] // chunk)
+    return mask
+
+
+def as_tree(positions: Tensor) -> Tensor | None:
+    """The ``positions`` [T] of a sequence's new tokens if they are a tree, None where each is after the one before."""
+    return None if bool((positions.diff() > 0).all()) else positions
+
+
+def depths_of(positions: Tensor) -> list[int]:
+    """The depth of each node of a tree below its first.
+
+    Raises:
+        ValueError: a node has no parent.
+    """
+    depths: list[int] = (positions - positions[0]).tolist()
+    for node, (before, depth) in enumerate(pairwise(depths), 1):
+        if not 1 <= depth <= before + 1:
+            raise ValueError(f"node {node} of a tree has depth {depth} after a node of depth {before}")
+    return depths
+
+
+def check_trees(positions: Tensor, query_start: Tensor) -> None:
+    """Refuse trees whose nodes have no parents, which kernels would look for.
+
+    Raises:
+        ValueError: as of ``depths_of``.
+    """
+    for start, end in pairwise(query_start.tolist()):
+        tree = as_tree(positions[start:end])
+        if tree is not None:
+            depths_of(tree)
+
+
+def tree_mask(context: int, positions: Tensor) -> Tensor:
+    """[Tq, context + Tq] bool, True for the context, the node itself and its ancestors; see ``attention``.
+
+    Raises:
+        ValueError: as of ``depths_of``.
+    """
+    depths = depths_of(positions)
+    mask = torch.zeros(len(depths), context + len(depths), dtype=torch.bool, device=positions.device)
+    mask[:, :context] = True
+    path: list[int] = []  # the latest node at each depth
+    for node, depth in enumerate(depths):
+        path[depth:] = [node]
+        mask[node, [context + ancestor for ancestor in path]] = True
     return mask

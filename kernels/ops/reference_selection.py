@@ -171,7 +171,7 @@ def selected_attention(
         if rows.start < rows.stop:
             dense = q[rows], keys[:seen], values[:seen]
             read = readable_keys(*dense[:2], scale, sparse_cover, sparse_from) if sparse_cover else None
-            out[rows] = attend(*dense, scale, 0, softcap, 0, sinks, None, read)
+            out[rows] = attend(*dense, scale, 0, softcap, 0, sinks, read=read)
         for row in chosen:
             position = length - end + row
             blocks = read_blocks(q[row], k_bounds, block_tables[s], position, k.shape[1], size, budget, scale)

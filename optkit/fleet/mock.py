@@ -29,6 +29,7 @@ import torch
 from optkit.cancellation import check_cancelled
 from optkit.errors import UserError
 from optkit.recipe.engine_options import EngineOptions
+from optkit.runtime.draft_tree import Move
 from optkit.runtime.engine import Engine
 from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.structured.compiler import Grammars, vocabulary
@@ -125,6 +126,15 @@ class TokenKV:
 
     def write_block(self, block: int, data: np.ndarray) -> None:
         self.slots[block * self.block_size : (block + 1) * self.block_size] = data.view(np.int64)
+
+    def move_tokens(self, moves: Sequence[Move]) -> None:
+        for move in moves:
+            source, target = (self._at(move.table, places) for places in (move.sources, move.targets))
+            for a, b in zip(source, target, strict=True):
+                self.slots[b] = self.slots[a]
+
+    def _at(self, table: Sequence[int], positions: Sequence[int]) -> list[int]:
+        return [table[at // self.block_size] * self.block_size + at % self.block_size for at in positions]
 
     def copy_block(self, copy: BlockCopy) -> None:
         rows = self.slots.reshape(self.num_blocks, self.block_size)

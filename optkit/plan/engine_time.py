@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from optkit.runtime.draft_tree import Move
 from optkit.runtime.engine import Engine
 from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.types import Batch, BlockCopy, EngineRequest, SamplingParams, StateCopy
@@ -54,6 +55,9 @@ class NoModel:
         pass
 
     def copy_states(self, copies: Sequence[StateCopy]) -> None:
+        pass
+
+    def move_tokens(self, moves: Sequence[Move]) -> None:
         pass
 
     def copy_block(self, copy: BlockCopy) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 
 from optkit.errors import UserError, nearest
+from optkit.recipe.speculation import with_speculation
 
 if TYPE_CHECKING:
     from optkit.recipe.schema import Recipe
@@ -31,6 +32,7 @@ MAX_TOKENS = 1 << 24
 MAX_BYTES = (1 << 50) - 1
 MAX_REQUESTS = 4096
 MAX_GUESSES = 64
+MAX_CACHED_REQUESTS = 65_536
 MAX_THREADS = 4096
 DEFAULT_KV_CACHE_BYTES = 256 * 1024**2
 
@@ -273,8 +275,8 @@ class EngineOptions(SchedulingOptions, frozen=True, kw_only=True, forbid_unknown
             str,
             about(
                 "Guess several tokens and check them in one step: ngram copies what followed the last tokens before; "
-                "another artifact with the same tokenizer guesses with its model; none guesses nothing. Answers stay "
-                "the same.",
+                "suffix guesses trees, from the request, earlier answers and the model's own second choices; another "
+                "artifact with the same tokenizer guesses with its model; none guesses nothing. Answers stay the same.",
                 recipe="serving.speculative_model",
             ),
         ]
@@ -327,6 +329,27 @@ class EngineOptions(SchedulingOptions, frozen=True, kw_only=True, forbid_unknown
                 recipe="serving.specprefill_layers",
                 ge=2,
                 le=1024,
+            ),
+        ]
+        | None
+    ) = None
+    speculative_cached_requests: Annotated[
+        int,
+        about(
+            "With suffix: earlier answers that are searched for the last tokens. Requests with a cache_salt are left "
+            "out. 0: none.",
+            unit="answers",
+            recipe="serving.speculative_cached_requests",
+            ge=0,
+            le=MAX_CACHED_REQUESTS,
+        ),
+    ] = 256
+    speculative_config: (
+        Annotated[
+            str,
+            about(
+                "The options of speculation as a JSON object with vLLM's names: method (ngram, suffix, draft_model), "
+                "model, num_speculative_tokens, suffix_decoding_max_cached_requests. In the place of the flags.",
             ),
         ]
         | None
@@ -446,7 +469,7 @@ def checked(values: Mapping[str, Any]) -> EngineOptions:
                 f"unknown option '{name}'", where="options of the engine", fix=nearest(name, NAMES)
             )
     try:
-        return msgspec.convert(dict(values), EngineOptions)
+        return msgspec.convert(with_speculation(values), EngineOptions)
     except msgspec.ValidationError as error:
         what, _, place = str(error).partition(" - at ")
         name = re.sub(r"[`$.]", "", place)

@@ -146,7 +146,7 @@ class Serving(_Section):
     """Options of ``optkit serve`` and ``optkit.load``: the engine's options of the same names. Flags win.
 
     Paths are left out, since a recipe and its artifact go to other machines, too: ``speculative_model`` takes
-    ``ngram`` alone, and the directory of offloaded KV is a flag.
+    ``ngram`` and ``suffix`` alone, and the directory of offloaded KV is a flag.
     """
 
     scheduling_policy: Literal["fcfs", "slo"] = DEFAULTS.scheduling_policy
@@ -164,7 +164,7 @@ class Serving(_Section):
     state_checkpoints: Annotated[int, Field(**bounds("state_checkpoints"))] | None = (
         DEFAULTS.state_checkpoints
     )
-    speculative_model: Literal["ngram"] | None = DEFAULTS.speculative_model  # type: ignore[assignment]
+    speculative_model: Literal["ngram", "suffix"] | None = DEFAULTS.speculative_model  # type: ignore[assignment]
     num_speculative_tokens: Annotated[int, Field(**bounds("num_speculative_tokens"))] = (
         DEFAULTS.num_speculative_tokens
     )
@@ -177,6 +177,9 @@ class Serving(_Section):
     )
     specprefill_layers: Annotated[int, Field(**bounds("specprefill_layers"))] | None = (
         DEFAULTS.specprefill_layers
+    )
+    speculative_cached_requests: Annotated[int, Field(**bounds("speculative_cached_requests"))] = (
+        DEFAULTS.speculative_cached_requests
     )
     threads: Annotated[int, Field(**bounds("threads"))] = DEFAULTS.threads
 

@@ -36,7 +36,7 @@ from optkit.runtime.prefill import PinInfo
 from optkit.runtime.report import EngineReport, Mark
 from optkit.runtime.sampling.logprobs import LogprobRunner
 from optkit.runtime.sampling.sampler import sample
-from optkit.runtime.sampling.speculative import first_rows, verify
+from optkit.runtime.sampling.speculative import as_result, first_rows, moves_of, verify
 from optkit.runtime.scheduling.cost_model import CostModel
 from optkit.runtime.scheduling.reporting import report
 from optkit.runtime.scheduling.scheduler import Proposer, Result, Scheduler, SchedulerConfig
@@ -223,8 +223,12 @@ class Engine:
             plain = logits if len(logits) == len(due) else logits[rows]
             sampled = sample(plain, [item.request for item in due])
             self.logprobs.record(due, plain, sampled)
-            results = iter(verify(due, sampled, logits, rows))
-            return [next(results) if item.needs_logits else None for item in batch.items]
+            found = verify(due, sampled, logits, rows)
+            if moves := moves_of(due, found):
+                self.runner.move_tokens(moves)
+            self.scheduler.drafts.collect(due, found, logits, rows)
+            results = iter(found)
+            return [as_result(next(results)) if item.needs_logits else None for item in batch.items]
         except torch.AcceleratorError:
             raise  # the device is gone for everyone
         except Exception:

@@ -34,10 +34,13 @@ from optkit.runtime.ranks.size import for_each_rank, num_ranks
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.sampling.draft_model import DraftModel
 from optkit.runtime.sampling.proposer import Lengths, NgramProposer, Speculator
+from optkit.runtime.sampling.recycling import Recycled
+from optkit.runtime.sampling.tree_speculator import TreeSpeculator
 from optkit.runtime.scheduling.cost_model import CostModel
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.specprefill.load import check_choices, scoring_queue
 from optkit.runtime.structured.compiler import Grammars, vocabulary
+from optkit.runtime.tree_graph import TreeGraph
 from optkit.runtime.types import EngineRefusal, SamplingParams
 
 if TYPE_CHECKING:
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Guesser = Speculator | TreeSpeculator
 WARM_UP_TOKENS = (33, 1)  # one prefill and the decode after it
 SLOT_SHARE, CHECKPOINT_SHARE = 2, 4  # of a model with KV: half of kv_cache_bytes, and a quarter
 LEAST_CHECKPOINTS = 4  # states kept by default
@@ -98,12 +102,21 @@ def load_engine(artifact_dir: str, options: EngineOptions) -> Engine:
         options = for_each_rank(options, size)
         zero = start(artifact, options, size)
     shared = SharedWeights() if artifact.recipe.target == "cpu" and zero is None else None
-    model = zero.model if zero else artifact.executable(trust_code=options.trust_artifact_code, shared=shared)
+    trees = (
+        TreeGraph(present_target(artifact.recipe.target)) if options.speculative_model == "suffix" else None
+    )
+    model = (
+        zero.model
+        if zero
+        else artifact.executable(trust_code=options.trust_artifact_code, shared=shared, change=trees)
+    )
     gpu = device_of(model)
     if model.device.type == "cpu":
         warn_about_kernels(artifact.directory)
     cost = CostModel()
-    guesses = speculator(artifact, model, cost, options)
+    guesses = speculator(
+        artifact, model, cost, options, branches=zero is None and trees is not None and not trees.reason
+    )
     takes_the_rest = gpu is not None and options.kv_cache_bytes is None
     if gpu is not None:  # after the draft model, whose memory is not free
         options = with_kv_bytes(model, options, gpu, guesses)
@@ -165,7 +178,7 @@ def warn_about_kernels(directory: Path) -> None:
 
 
 def with_kv_bytes(
-    model: Executable, options: EngineOptions, gpu: Device, guesses: Speculator | None = None
+    model: Executable, options: EngineOptions, gpu: Device, guesses: Guesser | None = None
 ) -> EngineOptions:
     """``options`` with the bytes of the KV cache: on a GPU the memory left by weights and the largest step.
 
@@ -194,7 +207,7 @@ def make_engine(
     config: SchedulerConfig,
     gpu: Device | None,
     store: HostBlockStore | None,
-    guesses: Speculator | None,
+    guesses: Guesser | None,
     cost: CostModel,
     target: Target | None = None,
     zero: RankZero | None = None,
@@ -330,13 +343,26 @@ def offloading(
 
 
 def speculator(
-    artifact: Artifact, model: Executable, cost: CostModel, options: EngineOptions
-) -> Speculator | None:
-    """The source of guesses in ``speculative_model``, ``ngram`` or another artifact; None without a source."""
+    artifact: Artifact, model: Executable, cost: CostModel, options: EngineOptions, *, branches: bool = False
+) -> Guesser | None:
+    """The source of guesses in ``speculative_model``: ``ngram``, ``suffix`` or another artifact; None without one.
+
+    ``branches``: the model takes trees of guesses.
+    """
     method = options.speculative_model
     if method in (None, NO_SPECULATION):
         return None
     refuse_recurrent(model, "wrong guesses can't be taken out of the model's recurrent state again")
+    if method == "suffix":
+        cached = options.speculative_cached_requests
+        recycled = Recycled() if model.device.type == "cpu" else None
+        return TreeSpeculator(
+            cost,
+            options.num_speculative_tokens,
+            branches=branches,
+            recycled=recycled,
+            max_cached_requests=cached,
+        )
     lengths = Lengths(cost, options.num_speculative_tokens)
     source = NgramProposer() if method == "ngram" else draft_model(artifact, method, model.vocab_size)
     return Speculator(source, lengths)

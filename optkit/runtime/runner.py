@@ -24,6 +24,7 @@ from optkit.graph.states import (
     recurrent_of,
     sequence_bytes,
 )
+from optkit.runtime.draft_tree import DraftTree, Move
 from optkit.runtime.kv.pools import allocate_buffers, allocate_states, dtype_label
 from optkit.runtime.kv.windows import first_block
 from optkit.runtime.types import Batch, BlockCopy, Request, ScheduledRequest, StateCopy
@@ -87,6 +88,7 @@ class ModelRunner:
         self._block_rows = (
             [buffer.numpy() for buffer in flat] if self.device.type == "cpu" else []
         )  # of blocks
+        self._token_rows = [rows.reshape(len(rows) * block_size, -1) for rows in self._block_rows]
         self.state_pools = allocate_states(recurrent_of(model.states), self.num_slots, self.device)
 
     @torch.inference_mode()
@@ -120,6 +122,18 @@ class ModelRunner:
         for pool in self.state_pools.values():
             for copy in copies:
                 pool[copy.to].copy_(pool[copy.source])
+
+    def move_tokens(self, moves: Sequence[Move]) -> None:
+        """Copy KV of tokens within their sequences. For models with one group of layers, on the CPU."""
+        size = self.block_size
+        for move in moves:
+            pairs = [
+                (move.table[at // size] * size + at % size for at in places)
+                for places in (move.sources, move.targets)
+            ]
+            for source, target in zip(*pairs, strict=True):
+                for rows in self._token_rows:
+                    rows[target] = rows[source]
 
     def copy_block(self, copy: BlockCopy) -> None:
         """Copy the KV of a block in all layers, after the steps before."""
@@ -216,7 +230,7 @@ def chunk_inputs(
     shifts = np.array([item.request.position_shift + item.request.num_forgotten for item in items])  # [S]
     inputs: dict[str, np.ndarray] = {
         "input_ids": new_tokens(batch),
-        "positions": token_positions(batch, places + shifts[rows]),
+        "positions": with_depths(batch, token_positions(batch, places + shifts[rows])),
         "query_start": query_start.astype(np.int32),
         "seq_lens": (starts + counts).astype(np.int32),
         "logits_index": last_rows(query_start[1:], np.array([item.num_logits for item in items])),
@@ -226,6 +240,20 @@ def chunk_inputs(
         slots = tables[rows, places // block_size].astype(np.int64) * block_size + places % block_size
         inputs |= zip(table_inputs(number), (slots, tables), strict=True)
     return inputs
+
+
+def with_depths(batch: Batch, positions: np.ndarray) -> np.ndarray:
+    """The positions of tokens in their sequences, from their places in the cache: nodes of a tree share positions."""
+    trees = [item for item in batch.items if isinstance(item.draft, DraftTree)]
+    if not trees:
+        return positions
+    found, start = positions.copy(), 0
+    for item in batch.items:
+        start += item.num_new
+        if isinstance(item.draft, DraftTree):
+            count = len(item.draft)
+            found[start - count : start] = positions[start - count - 1] + np.array(item.draft.depths)
+    return found
 
 
 def decode_inputs(

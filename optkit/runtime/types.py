@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
+from optkit.runtime.draft_tree import Move
 from optkit.runtime.kv.peers import KVSource
 from optkit.runtime.kv.rolling import Rolling, RollingWindow
 from optkit.runtime.prefill import Prefill
@@ -79,7 +80,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ``logprobs`` and ``prompt_logprobs`` are the number of likely tokens to report at each generated or prompt
     position: 0 is the sampled token only, None nothing. An empty ``allowed_token_ids`` allows every token. With a
     ``constraint`` a stop token is allowed only where the constraint allows the answer to end. Each of ``bad_words``
-    is a sequence of tokens, whose last token is excluded after the rest.
+    is a sequence of tokens, whose last token is excluded after the rest. ``repetition_penalty`` looks at the last
+    ``repeat_last_n`` tokens of prompt and answer; -1 is all.
     """
 
     max_tokens: int
@@ -93,6 +95,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    repeat_last_n: int = -1
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
@@ -480,8 +483,9 @@ class Request:
 class ScheduledRequest:
     """``num_new`` tokens of ``request``, from ``request.num_computed`` on, run in this step.
 
-    The last of the new tokens are ``draft``, guesses of the tokens after the request's last token. ``sinks`` are tokens
-    whose KV at the front of the window is written by the step, too (``optkit.runtime.kv.rolling``).
+    The last of the new tokens are ``draft``, guesses of the tokens after the request's last token: a chain
+    or a tree (``optkit.runtime.draft_tree``). ``sinks`` are tokens whose KV at the front of the window is
+    written by the step, too (``optkit.runtime.kv.rolling``).
     """
 
     request: Request
@@ -590,6 +594,10 @@ class Runner(Protocol):
 
     def copy_states(self, copies: Sequence[StateCopy]) -> None:
         """Copy recurrent states from slot to slot, in order."""
+        ...
+
+    def move_tokens(self, moves: Sequence[Move]) -> None:
+        """Copy KV of tokens within their requests, for runners that take trees of guesses."""
         ...
 
     def copy_block(self, copy: BlockCopy) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+import msgspec
 import pytest
 import torch
 
@@ -261,7 +260,7 @@ def test_rolling_window_is_refused_in_a_line_by_the_server_and_for_a_request() -
     reason = limits.refusal(5, 5, window) or ""
     assert "can't forget tokens" in reason and "leave kv_select out of the recipe" in reason
     assert "\n" not in reason and limits.refusal(5, 5) is None
-    rolling = replace(options, rolling_window=64)
+    rolling = msgspec.structs.replace(options, rolling_window=64)
     with pytest.raises(UserError, match="leave kv_select out of the recipe"):
         scheduler_config(model, rolling)
     assert scheduler_config(lower(int8_graph(), TARGET), rolling).refusal(5, 5, window) is None

@@ -157,8 +157,8 @@ def test_native_kernels_give_the_tokens_of_full_kv(name: str, kv_dtype: str) -> 
 class HalfRight(Guesser):
     """Some tokens of the right answer and a wrong one, so that each draft is taken back in part."""
 
-    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        self.stats.count(num_drafted, num_accepted)
+    def observe(self, request: Request, draft: tuple[int, ...], tokens: tuple[int, ...]) -> None:
+        self.stats.count(len(draft), len(tokens) - 1)
 
 
 def test_wrong_guesses_are_taken_back_in_a_window() -> None:

@@ -25,6 +25,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from optkit.runtime.draft_tree import DraftTree
 from optkit.runtime.engine import Engine
 from optkit.runtime.kv.offload import CorruptBlock, MemoryBlocks
 from optkit.runtime.kv.prefix_cache import PrefixCache, sha256
@@ -63,24 +64,39 @@ class Clock:
 class Guesser:
     """Proposes what the solo run says, and now and then something else."""
 
-    def __init__(self, answers: dict[str, list[int]]) -> None:
-        self.answers, self.stats = answers, SpeculationStats()
+    def __init__(self, answers: dict[str, list[int]], branches: bool) -> None:
+        self.answers, self.branches, self.stats = answers, branches, SpeculationStats()
 
     def propose(self, sequences: Sequence[Request], limits: Sequence[int]) -> list[tuple[int, ...]]:
         return [
-            self.guess(request)[: max(limit, 0)] for request, limit in zip(sequences, limits, strict=True)
+            cut(self.guess(request), max(limit, 0)) for request, limit in zip(sequences, limits, strict=True)
         ]
 
     def guess(self, request: Request) -> tuple[int, ...]:
         right = self.answers[request.request_id][request.num_output :]
         wrong = (len(request.token_ids) * 7) % VOCAB
-        return (*right[: len(request.token_ids) % 4], wrong)
+        chain = (*right[: len(request.token_ids) % 4], wrong)
+        return branched(chain, wrong) if self.branches and len(request.token_ids) % 3 else chain
 
-    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        assert 0 <= num_accepted <= num_drafted
+    def observe(self, request: Request, draft: tuple[int, ...], tokens: tuple[int, ...]) -> None:
+        assert 1 <= len(tokens) <= 1 + len(draft)
 
     def finished(self, request: Request) -> None:
         pass
+
+
+def branched(chain: tuple[int, ...], wrong: int) -> DraftTree:
+    """Before each token of ``chain`` a wrong sibling with a child, so the right branch is never the first."""
+    tokens, depths = list[int](), list[int]()
+    for depth, token in enumerate(chain, 1):
+        tokens += [(token + 1) % VOCAB, wrong, token]
+        depths += [depth, depth + 1, depth]
+    return DraftTree(tokens, depths)
+
+
+def cut(draft: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """The first ``count`` tokens, which are a tree of their own."""
+    return DraftTree(draft[:count], draft.depths[:count]) if isinstance(draft, DraftTree) else draft[:count]
 
 
 class UnreliableBlocks(MemoryBlocks):
@@ -166,7 +182,7 @@ class EngineMachine(RuleBasedStateMachine):
         sizes = {"num_blocks": blocks, "block_size": size, "vocab_size": VOCAB}
         self.runner = FakeRunner(**sizes, num_states=states, windows=windows)
         self.store = UnreliableBlocks(max(host_blocks, 1), 8 * size)
-        proposer = Guesser(self.answers) if guessing and not recurrent else None
+        proposer = Guesser(self.answers, windows == (0,)) if guessing and not recurrent else None
         self.engine = Engine(self.runner, self.config, self.store, proposer, self.clock)
         self.engine.scheduler.schedule = self._schedule
         self.engine.scheduler.kv.worth_saving = lambda: True

@@ -20,6 +20,7 @@ from optkit.errors import UserError
 from optkit.fleet.mock import TokenKV
 from optkit.kernels.cpu import native
 from optkit.recipe.engine_options import EngineOptions
+from optkit.runtime.draft_tree import DraftTree
 from optkit.runtime.embedding import Embedder
 from optkit.runtime.engine import Engine
 from optkit.runtime.kv.offload import MemoryBlocks
@@ -95,7 +96,7 @@ class FakeRunner(TokenKV):
         if any(self.slow_token in item.request.token_ids for item in batch.items):
             self._compute_for_long()
         rows = [
-            self._logits(item, ids[: len(ids) - back], len(item.draft) - back, start)
+            self._logits(item, before(item, ids, back), depth_of(item, back), start)
             for item, ids, start in zip(batch.items, seen, starts, strict=True)
             for back in reversed(range(item.num_logits))
         ]
@@ -152,6 +153,24 @@ class FakeRunner(TokenKV):
         """Logits [V] of the token after ``ids``."""
         random = np.random.default_rng(zlib.crc32(ids.tobytes()))
         return torch.from_numpy(random.standard_normal(self.vocab_size, dtype=np.float32))
+
+
+def before(item: ScheduledRequest, ids: np.ndarray, back: int) -> np.ndarray:
+    """The tokens that the row ``back`` before the last sees of ``ids``: all before it, or its branch of a tree."""
+    if not isinstance(item.draft, DraftTree):
+        return ids[: len(ids) - back]
+    root, node = len(ids) - len(item.draft) - 1, len(item.draft) - back
+    depths, seen = (0, *item.draft.depths), list[int]()
+    for row in range(node, -1, -1):
+        if row == node or depths[row] == depths[seen[-1]] - 1:
+            seen.append(row)
+    return np.concatenate((ids[:root], ids[[root + row for row in reversed(seen)]]))
+
+
+def depth_of(item: ScheduledRequest, back: int) -> int:
+    """The number of guesses seen by the row ``back`` before the last."""
+    node = len(item.draft) - back
+    return item.draft.depths[node - 1] if isinstance(item.draft, DraftTree) and node else node
 
 
 def engine_from_json(artifact_dir: str, options: EngineOptions) -> Engine:

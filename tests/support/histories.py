@@ -197,8 +197,8 @@ class Guesser:
         right = self.answers[request.request_id][request.num_output :]
         return (*right[: len(request.token_ids) % 4], (len(request.token_ids) * 7) % VOCAB)
 
-    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        assert 0 <= num_accepted <= num_drafted
+    def observe(self, request: Request, draft: tuple[int, ...], tokens: tuple[int, ...]) -> None:
+        assert 1 <= len(tokens) <= 1 + len(draft)
 
     def finished(self, request: Request) -> None:
         self.faults.strike("finished")

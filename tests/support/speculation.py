@@ -8,6 +8,8 @@ import pytest
 
 from optkit.kernels.cpu import native
 from optkit.runtime.sampling.proposer import Lengths
+from optkit.runtime.sampling.tree_speculator import TreeSpeculator
+from optkit.runtime.scheduling.cost_model import StepWork
 from optkit.runtime.types import EngineRequest, Request, SamplingParams
 
 needs_native = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
@@ -25,3 +27,10 @@ def sequence(ids: list[int]) -> Request:
         request_id="r", prompt_ids=tuple(ids), sampling=SamplingParams(max_tokens=1), arrival=0.0
     )
     return Request(request, list(ids))
+
+
+class Untimed(TreeSpeculator):
+    """Trees by the prices of the cost model: measured times would change from run to run."""
+
+    def took(self, work: StepWork, seconds: float) -> None:
+        pass

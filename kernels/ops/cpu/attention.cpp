@@ -10,6 +10,8 @@
 //   - a score is one chain of multiply-adds over D, an output element one chain over the keys of a split, both in
 //     order, whatever the number of rows in the register tile; masked keys add exact zeros;
 //   - every row, prefill or decode, sums each split from nothing and adds the splits first to last.
+//   - a row of a tree of guesses (AttentionArgs.positions) attends to its context and its ancestors, each at the place
+//     that it has in its own sequence: the bits are those of a step with this branch alone.
 // So one split is also the unit of parallel work when there are few queries, at no loss of invariance.
 //
 // Block-sparse prefill (attention_sparse.h) leaves tiles out, and so the bits of a row depend on the queries of its block
@@ -61,6 +63,9 @@ struct Problem : AttentionArgs {
 struct Item {
     int sequence, kv_head, count;
     int64_t token, position;  // of its first query: row of the batch, position in the sequence
+    int64_t prefix = 0;       // tokens of a tree's sequence before this call
+    bool is_tree = false;     // rows are nodes of a tree in preorder, stored in this order behind the prefix
+    const int* path = nullptr;  // of a branch: the node at each depth, up to the last query's
 };
 
 // Unnormalized output [rows][width], largest score and sum of weights of each row.
@@ -159,10 +164,12 @@ OPTKIT_INLINE int64_t first_key(const Problem& p, int64_t position) {
 
 // True for an item whose queries choose the tiles that they read: a whole block, far enough from the first token.
 bool is_sparse(const Problem& p, const Item& item) {
-    return p.sparse && item.count == kTile && item.position % kTile == 0 && item.position >= p.sparse_from;
+    return p.sparse && !item.is_tree && item.count == kTile && item.position % kTile == 0 && item.position >= p.sparse_from;
 }
 
-int64_t first_split(const Problem& p, const Item& item) { return first_key(p, item.position) / kSplit; }
+int64_t first_split(const Problem& p, const Item& item) {
+    return first_key(p, item.is_tree ? item.prefix : item.position) / kSplit;
+}
 int64_t last_split(const Item& item) { return (item.position + item.count - 1) / kSplit; }
 
 Sums part_of(const Problem& p, const Item& item, float* parts, int64_t split) {
@@ -175,6 +182,13 @@ template <class Visit>
 OPTKIT_INLINE void each_key(const Problem& p, const Item& item, int64_t begin, int count, Visit visit) {
     const int64_t owner = p.table_a_head ? int64_t(item.sequence) * p.kv_heads + item.kv_head : item.sequence;
     const int32_t* table = p.tables + owner * p.table_width;
+    if (item.path) {
+        for (int j = 0; j < count; ++j) {
+            const int64_t depth = begin + j - item.prefix, at = depth < 0 ? begin + j : item.prefix + item.path[depth];
+            visit(j, (table[at / p.block_size] * p.block_size + at % p.block_size) * p.kv_heads + item.kv_head);
+        }
+        return;
+    }
     int64_t block = begin / p.block_size, offset = begin % p.block_size;
     for (int j = 0; j < count; ++block, offset = 0) {
         int64_t row = (table[block] * p.block_size + offset) * p.kv_heads + item.kv_head;
@@ -217,6 +231,34 @@ OPTKIT_INLINE void prefetch(const Problem& p, const Item& item, int64_t begin) {
     });
 }
 
+// The depth of a node of a tree below the last known token, the first row of the sequence.
+OPTKIT_INLINE int64_t depth_of(const Problem& p, int sequence, int64_t token) {
+    return p.positions[token] - p.positions[p.query_start[sequence]];
+}
+
+// True where some new token of a sequence is not after the one before: a tree of guesses. Gaps make no tree.
+bool is_tree(const Problem& p, int sequence) {
+    const int64_t first = p.query_start[sequence], last = p.query_start[sequence + 1] - 1;
+    bool chain = true;
+    for (int64_t t = first + 1; p.positions && t <= last && chain; ++t) chain = p.positions[t] > p.positions[t - 1];
+    return !chain;
+}
+
+// The branch that begins `row` rows into a tree's item: the rows up to the next that is no child of the row before it.
+// Their ancestors, which may lie in other items, go to `path`.
+Item branch_of(const Problem& p, const Item& item, int row, std::vector<int>& path) {
+    const int64_t start = p.query_start[item.sequence], first = item.token + row;
+    const int64_t depth = depth_of(p, item.sequence, first);
+    int count = 1;
+    while (row + count < item.count && depth_of(p, item.sequence, first + count) == depth + count) ++count;
+    path.resize(depth + count);
+    int64_t missing = depth;
+    for (int64_t t = first - 1; t >= start && missing; --t)
+        if (depth_of(p, item.sequence, t) == missing - 1) path[--missing] = static_cast<int>(t - start);
+    for (int i = 0; i < count; ++i) path[depth + i] = static_cast<int>(first + i - start);
+    return {item.sequence, item.kv_head, count, first, item.prefix + depth, item.prefix, false, path.data()};
+}
+
 // The entry points of attention_tile.h.
 struct Functions {
     void (*write)(const Problem&, int64_t);
@@ -252,13 +294,14 @@ int tokens_an_item(const Problem& p, int threads) {
 }
 
 // Items of the queries at positions [from, to) of a sequence, whose first of the call is at `prefix`; the last first.
-void add_range(const Problem& p, int sequence, int64_t prefix, int64_t from, int64_t to, int tokens, Schedule& schedule) {
+void add_range(const Problem& p, int sequence, int64_t prefix, int64_t from, int64_t to, int tokens, bool tree,
+               Schedule& schedule) {
     const int64_t start = p.query_start[sequence] - prefix;
     if (from >= to) return;
     for (int64_t first = from + (to - from - 1) / tokens * tokens; first >= from; first -= tokens) {
         const int size = static_cast<int>(to - first < tokens ? to - first : tokens);
         for (int head = 0; head < p.kv_heads; ++head)
-            schedule.items.push_back({sequence, head, size, start + first, first});
+            schedule.items.push_back({sequence, head, size, start + first, first, prefix, tree});
     }
 }
 
@@ -266,10 +309,11 @@ void add_range(const Problem& p, int sequence, int64_t prefix, int64_t from, int
 // be sparse an item is a block, at a fixed position.
 void add_items(const Problem& p, int sequence, int tokens, Schedule& schedule) {
     const int64_t end = p.seq_lens[sequence], prefix = end - p.query_start[sequence + 1] + p.query_start[sequence];
-    const int64_t least = p.sparse ? std::max(prefix, p.sparse_from) : end;
+    const bool tree = is_tree(p, sequence);
+    const int64_t least = p.sparse && !tree ? std::max(prefix, p.sparse_from) : end;
     const int64_t blocks = std::min(end, (least + kTile - 1) / kTile * kTile);
-    add_range(p, sequence, prefix, blocks, end, kTile, schedule);
-    add_range(p, sequence, prefix, prefix, blocks, tokens, schedule);
+    add_range(p, sequence, prefix, blocks, end, kTile, tree, schedule);
+    add_range(p, sequence, prefix, prefix, blocks, tokens, tree, schedule);
 }
 
 // Tasks of the items `first` and on, which are the KV heads of the same queries. Items of at most `cut_rows` rows are
@@ -392,12 +436,12 @@ OPTKIT_API void optkit_attention(const float* q, const float* k, const float* v,
                                  int64_t q_token, int64_t q_head, int64_t k_token, int64_t k_head, int64_t v_token,
                                  int64_t v_head, int heads, int kv_heads, int dim, int v_dim, int64_t window,
                                  int64_t chunk, float scale, float softcap, float sparse_cover, int64_t sparse_from,
-                                 int int8_cache, int threads) {
+                                 int int8_cache, const int64_t* positions, int threads) {
     optkit::attention({q,            k,           v,          k_cache,         v_cache,     sinks,    slopes,
                        out,          slot_mapping, query_start, seq_lens,      block_tables, tokens,  sequences,
                        table_width,  block_size,  q_token,    q_head,          k_token,     k_head,   v_token,
                        v_head,       heads,       kv_heads,   dim,             v_dim,       window,   chunk,
-                       scale,        softcap,     sparse_cover, sparse_from,  int8_cache != 0},
+                       scale,        softcap,     sparse_cover, sparse_from,  int8_cache != 0, positions},
                       threads);
 }
 

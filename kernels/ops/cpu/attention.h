@@ -24,6 +24,7 @@ struct AttentionArgs {
     float sparse_cover;                                 // 0: dense; see attention_sparse.h
     int64_t sparse_from;                                // position of the first block of queries that may be sparse
     bool int8_cache;                                    // rows of D int8 and their float32 scale: D + 4 bytes
+    const int64_t* positions = nullptr;                 // [T] for trees of guesses; null: rows follow one another
     bool table_a_head = false;                          // tables are [S, Hkv, table_width]
 };
 

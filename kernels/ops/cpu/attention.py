@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optkit.kernels import reference
+from optkit.kernels import reference, reference_attention
 from optkit.kernels.cpu import native
 from optkit.kernels.cpu.emit import Emitter, Result
 from optkit.kernels.cpu.program import BLOCK_SIZE, SEQUENCES, TABLE_WIDTH, Builder, Size, View
@@ -40,6 +40,7 @@ def attention(
     block_tables: Tensor,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    positions: Tensor | None = None,
     scale: float = 1.0,
     window: int = 0,
     softcap: float = 0.0,
@@ -49,7 +50,8 @@ def attention(
 ) -> Tensor:
     """See ``reference.attention``. q, k and v may have any strides; float32 (else the reference runs)."""
     batch = query_start, seq_lens, block_tables
-    scores: tuple[Any, ...] = (sinks, slopes, scale, window, softcap, chunk, sparse_cover, sparse_from)
+    options: tuple[Any, ...] = scale, window, softcap, chunk, sparse_cover, sparse_from
+    scores: tuple[Any, ...] = sinks, slopes, positions, *options
     if not native_types(q, k_cache):
         return reference.attention(q, k, v, k_cache, v_cache, slot_mapping, *batch, *scores)
     native.require_vector(slot_mapping, q.shape[0], torch.int64, "slot_mapping")
@@ -67,6 +69,7 @@ def paged_attention(
     block_tables: Tensor,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    positions: Tensor | None = None,
     scale: float = 1.0,
     window: int = 0,
     softcap: float = 0.0,
@@ -76,7 +79,8 @@ def paged_attention(
 ) -> Tensor:
     """See ``reference.paged_attention``; k and v are read for their shapes alone."""
     batch = query_start, seq_lens, block_tables
-    scores: tuple[Any, ...] = (sinks, slopes, scale, window, softcap, chunk, sparse_cover, sparse_from)
+    options: tuple[Any, ...] = scale, window, softcap, chunk, sparse_cover, sparse_from
+    scores: tuple[Any, ...] = sinks, slopes, positions, *options
     if not native_types(q, k_cache):
         return reference.paged_attention(q, k, v, k_cache, v_cache, *batch, *scores)
     return run(q, k, v, k_cache, v_cache, None, *batch, *scores)
@@ -98,6 +102,7 @@ def run(
     block_tables: Tensor,
     sinks: Tensor | None,
     slopes: Tensor | None,
+    positions: Tensor | None,
     scale: float,
     window: int,
     softcap: float,
@@ -117,6 +122,9 @@ def run(
     for numbers, name in ((sinks, "sinks"), (slopes, "slopes")):
         if numbers is not None:
             native.require_vector(numbers, heads, torch.float32, name)
+    if positions is not None:
+        native.require_vector(positions, tokens, torch.int64, "positions")
+        reference_attention.check_trees(positions, query_start)
     out = torch.empty((tokens, heads, v_dim))
     native.library().optkit_attention(
         q.data_ptr(),
@@ -149,6 +157,7 @@ def run(
         sparse_cover,
         sparse_from,
         k_cache.dtype is torch.int8,
+        address(positions),
         native.threads(),
     )
     return out
@@ -212,6 +221,7 @@ def emit_attention(
     block_tables: View,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    positions: View | None = None,
     scale: float = 1.0,
     window: int = 0,
     softcap: float = 0.0,
@@ -229,7 +239,7 @@ def emit_attention(
         q_token=q.row_stride, q_head=dim, k_token=k.row_stride, k_head=dim, v_token=v.row_stride, v_head=v_dim,
         heads=heads, kv_heads=kv_heads, dim=dim, v_dim=v_dim, window=window, chunk=chunk, scale=float(scale),
         softcap=float(softcap), sparse_cover=float(sparse_cover), sparse_from=sparse_from,
-        int8_cache=k_cache.dtype is torch.int8,
+        int8_cache=k_cache.dtype is torch.int8, positions=positions,
     )  # fmt: skip
     return (out,)
 
@@ -246,6 +256,7 @@ def emit_paged_attention(
     block_tables: View,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    positions: View | None = None,
     scale: float = 1.0,
     window: int = 0,
     softcap: float = 0.0,
@@ -254,7 +265,8 @@ def emit_paged_attention(
     sparse_from: int = 0,
 ) -> Result:
     batch = query_start, seq_lens, block_tables
-    scores: tuple[Any, ...] = (sinks, slopes, scale, window, softcap, chunk, sparse_cover, sparse_from)
+    options: tuple[Any, ...] = scale, window, softcap, chunk, sparse_cover, sparse_from
+    scores: tuple[Any, ...] = sinks, slopes, positions, *options
     return emit_attention(b, q, k, v, k_cache, v_cache, None, *batch, *scores)
 
 

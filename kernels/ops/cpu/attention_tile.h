@@ -131,18 +131,38 @@ OPTKIT_TARGET void attend_tile(const Problem& p, const Item& item, int64_t begin
     }
 }
 
+// The branches of a tree against the keys of a split from position `begin` on, one after another: each has keys of its own.
+OPTKIT_TARGET inline void attend_branches(const Problem& p, const Item& item, int64_t begin, int64_t split_stop,
+                                          Scratch& scratch, const Sums& sums) {
+    thread_local std::vector<int> path;
+    const auto attend = p.int8_cache ? attend_tile<OnInt8> : attend_tile<OnFloat>;
+    for (int row = 0, count; row < item.count; row += count) {
+        const Item branch = branch_of(p, item, row, path);
+        count = branch.count;
+        const int64_t first = int64_t(row) * p.group, stop = branch.position + count;
+        const Sums part = {sums.out + first * p.width, sums.m + first, sums.l + first};
+        const int64_t seen = first_key(p, branch.position) / kTile * kTile;
+        p.int8_cache ? OnInt8::pack_queries(p, branch, scratch) : OnFloat::pack_queries(p, branch, scratch);
+        for (int64_t at = begin < seen ? seen : begin; at < split_stop && at < stop; at += kTile)
+            attend(p, branch, at, scratch, part);
+    }
+}
+
 // The item's rows against the keys of one split, from nothing.
 OPTKIT_TARGET inline void attend_split(const Problem& p, const Item& item, int64_t split, Scratch& scratch,
                                        const Sums& sums) {
     clear(p, item, sums);
-    const int64_t seen = first_key(p, item.position), stop = item.position + item.count;
-    const int64_t split_stop = (split + 1) * kSplit;
-    int64_t begin = split * kSplit;
-    if (begin < seen) begin = seen / kTile * kTile;
+    const int64_t seen = first_key(p, item.position), split_stop = (split + 1) * kSplit;
+    int64_t begin = split * kSplit, stop = item.position + item.count;
+    // Tiles before a tree are common to its nodes, unless what a node sees of them depends on its position.
+    if (item.is_tree) stop = p.limited || p.slopes ? 0 : item.prefix / kTile * kTile;
+    if (!item.is_tree && begin < seen) begin = seen / kTile * kTile;
     const auto attend = p.int8_cache ? attend_tile<OnInt8> : attend_tile<OnFloat>;
     if (item.count * p.group <= kRows) prefetch(p, item, begin);
     for (; begin < split_stop && begin < stop; begin += kTile)
         if (!scratch.selected || scratch.selected[begin / kTile]) attend(p, item, begin, scratch, sums);
+    // Branches take the place of the item in Scratch.q, so none before the last common tile.
+    if (item.is_tree && begin < split_stop) attend_branches(p, item, begin, split_stop, scratch, sums);
 }
 
 // True where the item reads a tile of the split.

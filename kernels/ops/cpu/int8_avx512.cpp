@@ -134,7 +134,7 @@ OPTKIT_AVX512 void grouped_tile(const Linear& p, const Panel& panel, int64_t row
 using Tile = void (*)(const Linear&, const Panel&, int64_t, Ahead);
 constexpr int ROWS = 12, GROUPED_ROWS = 6;
 
-// By height. Tiles of several to a panel are at least half as high as the highest, and look ahead.
+// By height. Several tiles to a panel look ahead; the lowest are of 13 rows cut in two, and of 5 with group scales.
 constexpr Tile TILES[2][ROWS] = {
     {tile<1, false>, tile<2, false>, tile<3, false>, tile<4, false>, tile<5, false>, tile<6, false>, tile<7, false>,
      tile<8, false>, tile<9, false>, tile<10, false>, tile<11, false>, tile<12, false>},
@@ -144,7 +144,7 @@ template <bool MINIMUM>
 constexpr Tile GROUPED_TILES[2][GROUPED_ROWS] = {
     {grouped_tile<1, false, MINIMUM>, grouped_tile<2, false, MINIMUM>, grouped_tile<3, false, MINIMUM>,
      grouped_tile<4, false, MINIMUM>, grouped_tile<5, false, MINIMUM>, grouped_tile<6, false, MINIMUM>},
-    {nullptr, nullptr, grouped_tile<3, true, MINIMUM>, grouped_tile<4, true, MINIMUM>, grouped_tile<5, true, MINIMUM>,
+    {nullptr, grouped_tile<2, true, MINIMUM>, grouped_tile<3, true, MINIMUM>, grouped_tile<4, true, MINIMUM>, grouped_tile<5, true, MINIMUM>,
      grouped_tile<6, true, MINIMUM>}};
 
 }  // namespace
@@ -154,7 +154,8 @@ void linear_avx512(const Linear& p, const Panel& panel, int64_t row, int64_t row
     const int64_t most = grouped ? GROUPED_ROWS : ROWS;
     // As few tiles as possible, of nearly equal height. One alone is read as fast as memory gives; of several only
     // the first would wait for memory, so each asks for its share of the next panel.
-    const int64_t count = divide_up(rows, most);
+    int64_t count = divide_up(rows, most);
+    if (grouped && count == 1 && rows > OFFSET_ROWS) count = 2;  // arithmetic takes longer than memory: look ahead
     const Tile* tiles = panel.minimum ? GROUPED_TILES<true>[count > 1] :
                         grouped       ? GROUPED_TILES<false>[count > 1] :
                                         TILES[count > 1];

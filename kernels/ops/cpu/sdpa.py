@@ -33,6 +33,7 @@ def attention(
     block_tables: Tensor,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    positions: Tensor | None = None,
     scale: float = 1.0,
     window: int = 0,
     softcap: float = 0.0,
@@ -41,7 +42,7 @@ def attention(
     sparse_from: int = 0,
 ) -> Tensor:
     """See ``reference.attention``. No soft-cap, sinks or slopes, and no int8 pools."""
-    refuse(k_cache, sinks, slopes, softcap)
+    refuse(k_cache, sinks, slopes, softcap, positions)
     write_kv(k, v, k_cache, v_cache, slot_mapping)
     batch = query_start, seq_lens, block_tables
     return attend_batch(q, k, v, k_cache, v_cache, *batch, scale, window, chunk)
@@ -58,6 +59,7 @@ def paged_attention(
     block_tables: Tensor,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    positions: Tensor | None = None,
     scale: float = 1.0,
     window: int = 0,
     softcap: float = 0.0,
@@ -66,21 +68,29 @@ def paged_attention(
     sparse_from: int = 0,
 ) -> Tensor:
     """See ``reference.paged_attention``; without the same as ``attention``."""
-    refuse(k_cache, sinks, slopes, softcap)
+    refuse(k_cache, sinks, slopes, softcap, positions)
     batch = query_start, seq_lens, block_tables
     return attend_batch(q, k, v, k_cache, v_cache, *batch, scale, window, chunk)
 
 
-def refuse(k_cache: Tensor, sinks: Tensor | None, slopes: Tensor | None, softcap: float) -> None:
+def refuse(
+    k_cache: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    softcap: float,
+    positions: Tensor | None,
+) -> None:
     """Refuse a call beyond PyTorch's kernel.
 
     Raises:
-        ValueError: the call has a soft-cap, sinks, slopes or an int8 pool.
+        ValueError: the call has a soft-cap, sinks, slopes, a tree of guesses or an int8 pool.
     """
     if softcap or sinks is not None or slopes is not None or k_cache.dtype is torch.int8:
         raise ValueError(
             "the sdpa kernel has no soft-cap, sinks or slopes, and no int8 pools; select() passes it over for them"
         )
+    if positions is not None:
+        raise ValueError("the sdpa kernel verifies no trees of guesses")
 
 
 def attend_batch(

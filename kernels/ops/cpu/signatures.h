@@ -118,7 +118,7 @@ KERNEL(void, attention, const float* q, const float* k, const float* v, void* k_
        const int32_t* seq_lens, const int32_t* block_tables, int64_t tokens, int64_t sequences, int64_t table_width,
        int64_t block_size, int64_t q_token, int64_t q_head, int64_t k_token, int64_t k_head, int64_t v_token,
        int64_t v_head, int heads, int kv_heads, int dim, int v_dim, int64_t window, int64_t chunk, float scale,
-       float softcap, float sparse_cover, int64_t sparse_from, int int8_cache)
+       float softcap, float sparse_cover, int64_t sparse_from, int int8_cache, const int64_t* positions)
 KERNEL(void, selected_attention, const float* q, const float* k, const float* v, void* k_cache, void* v_cache,
        void* k_bounds, const float* sinks, float* out, const int64_t* slot_mapping, const int32_t* query_start,
        const int32_t* seq_lens, const int32_t* block_tables, const int32_t* prompt_lens, int64_t tokens,

@@ -80,6 +80,7 @@ def attention(
     block_tables: Tensor,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    positions: Tensor | None = None,
     scale: float = 1.0,
     window: int = 0,
     softcap: float = 0.0,
@@ -90,7 +91,8 @@ def attention(
     """See ``reference.attention``."""
     write_kv(k, v, k_cache, v_cache, slot_mapping)
     batch = query_start, seq_lens, block_tables
-    return paged_attention(q, k, v, k_cache, v_cache, *batch, sinks, slopes, scale, window, softcap, chunk)
+    scores = sinks, slopes, positions, scale, window, softcap, chunk
+    return paged_attention(q, k, v, k_cache, v_cache, *batch, *scores)
 
 
 def paged_attention(
@@ -104,6 +106,7 @@ def paged_attention(
     block_tables: Tensor,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    positions: Tensor | None = None,
     scale: float = 1.0,
     window: int = 0,
     softcap: float = 0.0,
@@ -112,6 +115,8 @@ def paged_attention(
     sparse_from: int = 0,
 ) -> Tensor:
     """See ``reference.paged_attention``. q may have any strides; k and v are read for whole prompts (``sdpa``) only."""
+    if positions is not None:
+        raise ValueError("the kernels for GPUs verify no trees of guesses")
     q = with_unit_stride(q)
     special = softcap or sinks is not None or slopes is not None
     if not special and sdpa.takes(q, k, v, k_cache.dtype, min(window or chunk, chunk or window)):

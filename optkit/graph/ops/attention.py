@@ -44,6 +44,7 @@ SEQUENCES = (
 SCORES = (
     optional(weight("sinks", Kind.FLOAT32, "H", Role.TABLE)),
     optional(weight("slopes", Kind.FLOAT32, "H", Role.TABLE)),
+    optional(batch("positions", Kind.INT64, "T")),
     Number("scale", required=True),
     whole("window", 0, MAX_INT),
     Number("softcap", 0.0),

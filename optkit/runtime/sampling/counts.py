@@ -18,7 +18,7 @@ TAIL = 1024  # more than the guesses of a step
 
 
 class TokenCounts:
-    """The number of times each token is in the prompt and in the answer of a request, for a vocabulary of ``size`` tokens."""
+    """The counts of each token in the prompt and in the answer of a request, for a vocabulary of ``size`` tokens."""
 
     def __init__(self, request: Request, size: int, device: torch.device) -> None:
         self._settled = torch.zeros(size, dtype=torch.int64, device=device)  # of the answer but the end

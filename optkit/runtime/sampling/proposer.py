@@ -33,9 +33,10 @@ class SpeculationStats:
     num_draft_tokens: int = 0
     accepted_per_pos: list[int] = field(default_factory=list)
 
-    def count(self, num_drafted: int, num_accepted: int) -> None:
+    def count(self, num_drafted: int, num_accepted: int, num_guesses: int = 0) -> None:
+        """Count a draft of ``num_drafted`` places, a tree with ``num_guesses`` tokens at them."""
         self.num_drafts += 1
-        self.num_draft_tokens += num_drafted
+        self.num_draft_tokens += num_guesses or num_drafted
         self.accepted_per_pos += [0] * (num_drafted - len(self.accepted_per_pos))
         for place in range(num_accepted):
             self.accepted_per_pos[place] += 1
@@ -129,9 +130,9 @@ class Speculator:
         wanted = self.lengths.choose(requests, self.source.seconds_per_token)
         return self.source.draft(requests, [max(0, min(pair)) for pair in zip(wanted, limits, strict=True)])
 
-    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        self.stats.count(num_drafted, num_accepted)
-        self.lengths.observe(request, num_drafted, num_accepted)
+    def observe(self, request: Request, draft: tuple[int, ...], tokens: tuple[int, ...]) -> None:
+        self.stats.count(len(draft), len(tokens) - 1)
+        self.lengths.observe(request, len(draft), len(tokens) - 1)
 
     def finished(self, request: Request) -> None:
         self.lengths.finished(request)

@@ -211,15 +211,27 @@ def ends_of_bad_words(words: Sequence[Sequence[int]], output: Sequence[int]) -> 
 
 
 def penalize(logits: Tensor, request: Request) -> Tensor:
-    """Repetition (Keskar et al. 2019) over prompt and output; frequency and presence (OpenAI) over the output."""
+    """Repetition (Keskar et al. 2019) over the last tokens; frequency and presence (OpenAI) over the output."""
     p = request.sampling
     logits = logits.clone()
-    seen = seen_tokens(request, logits)
-    values = logits[seen]
-    logits[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
+    if p.repetition_penalty != 1.0 and p.repeat_last_n:
+        seen = penalized(request, logits)
+        values = logits[seen]
+        logits[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
+    if p.frequency_penalty == p.presence_penalty == 0.0:
+        return logits
     tokens, counts = output_counts(request, logits)
     logits[tokens] -= p.frequency_penalty * counts + p.presence_penalty
     return logits
+
+
+def penalized(request: Request, logits: Tensor) -> Tensor:
+    """The tokens under ``repetition_penalty``, [n] int64: the last ``repeat_last_n``, or ``seen_tokens``."""
+    last = request.sampling.repeat_last_n
+    if 0 <= last <= len(request.token_ids):
+        found = request.token_ids[len(request.token_ids) - last :]
+        return torch.tensor(found, dtype=torch.int64, device=logits.device).unique()
+    return seen_tokens(request, logits)
 
 
 def distribution(logits: Tensor, p: SamplingParams) -> Tensor:

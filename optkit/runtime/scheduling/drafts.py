@@ -10,10 +10,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from torch import Tensor
+
+from optkit.runtime.draft_tree import first_branch
 from optkit.runtime.sampling.proposer import SpeculationStats
-from optkit.runtime.types import ConstraintFailed, Request
+from optkit.runtime.sampling.tree_speculator import TreeSpeculator
+from optkit.runtime.scheduling.cost_model import step_work
+from optkit.runtime.types import ConstraintFailed, Failure, Request, ScheduledRequest
+
+if TYPE_CHECKING:
+    from optkit.runtime.sampling.speculative import Followed
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +30,7 @@ MAX_FORCED = 32  # tokens of a request in one step: more would delay the other r
 
 
 class Proposer(Protocol):
-    """Guesses the next tokens of a request (``optkit.runtime.sampling.proposer``)."""
+    """Guesses the next tokens of a request (``optkit.runtime.sampling.proposer``): a tuple, or a ``DraftTree``."""
 
     stats: SpeculationStats
 
@@ -30,7 +38,9 @@ class Proposer(Protocol):
         """For each request at most ``limits[i]`` tokens, or none."""
         ...
 
-    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None: ...
+    def observe(self, request: Request, draft: tuple[int, ...], tokens: tuple[int, ...]) -> None:
+        """Learn from the ``tokens`` of the step with ``draft``: the right guesses, and one more."""
+        ...
 
     def finished(self, request: Request) -> None: ...
 
@@ -64,12 +74,38 @@ class Drafts:
             for request, draft, guess in zip(requests, forced, guesses, strict=True)
         ]
 
-    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        """Record the outcome of a draft."""
+    def observe(self, request: Request, draft: tuple[int, ...], tokens: tuple[int, ...]) -> None:
+        """Record the outcome of a draft: the right guesses, and one more token."""
         if request.request_id in self._forced:
-            self.num_forced += num_accepted
+            self.num_forced += len(tokens) - 1
         elif self.proposer:
-            self.proposer.observe(request, num_drafted, num_accepted)
+            self.proposer.observe(request, draft, tokens)
+
+    def collect(
+        self,
+        items: Sequence[ScheduledRequest],
+        found: Sequence[Followed | Failure],
+        logits: Tensor,
+        rows: Sequence[int],
+    ) -> None:
+        """Recycle the logits of a step, before its tokens join the requests; ``rows`` as of ``verify``."""
+        if not isinstance(self.proposer, TreeSpeculator) or logits.device.type != "cpu":
+            return
+        recycled = self.proposer.recycled
+        if recycled is None:
+            return
+        for item, outcome, row in zip(items, found, rows, strict=True):
+            request = item.request
+            if not (
+                isinstance(outcome, Failure) or request.received.cache_salt or self.proposer.rests(request)
+            ):
+                places = (row, *(row + right for right in outcome.rows))
+                self._optional(recycled.collect, item.request.token_ids, outcome.tokens, logits, places)
+
+    def took(self, items: Sequence[ScheduledRequest], seconds: float) -> None:
+        """Tell the proposer the time of a step."""
+        if isinstance(self.proposer, TreeSpeculator):
+            self.proposer.took(step_work(items), seconds)
 
     def finished(self, request: Request) -> None:
         """Forget ``request``."""
@@ -106,8 +142,11 @@ class Drafts:
 
 
 def within_constraint(request: Request, guess: tuple[int, ...]) -> tuple[int, ...]:
-    """``guess`` up to the first token that the constraint excludes."""
-    if request.matcher is None or not guess:
+    """``guess`` up to the first token that the constraint excludes, without branches; also with a rolling window."""
+    if not guess or (request.matcher is None and request.rule is None):
+        return guess
+    guess = first_branch(guess)
+    if request.matcher is None:
         return guess
     try:
         return guess[: request.matcher.num_valid(request.output_ids, guess)]

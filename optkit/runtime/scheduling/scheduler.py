@@ -226,6 +226,7 @@ class Scheduler:
         copied = batch.transfers or batch.state_copies
         if batch.items and not copied and not any(isinstance(r, Failure) for r in results):
             self.cost.observe(step_work(batch.items), now - self.step_start)
+            self.drafts.took(batch.items, now - self.step_start)
         outputs: list[TokenOutput] = []
         for item, result in zip(batch.items, results, strict=True):
             if not self._is_here(item.request):
@@ -546,7 +547,7 @@ class Scheduler:
         """Append ``tokens``: the right tokens of the draft, and the token sampled afterwards."""
         request, sampling = item.request, item.request.sampling
         if item.draft:
-            self.drafts.observe(request, len(item.draft), len(tokens) - 1)
+            self.drafts.observe(request, item.draft, tokens)
         outputs: list[TokenOutput] = []
         for token in tokens:
             request.num_computed = len(

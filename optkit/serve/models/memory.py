@@ -7,6 +7,7 @@ from pathlib import Path
 from optkit.artifact.open import Artifact
 from optkit.errors import UserError
 from optkit.machine.memory import available_bytes
+from optkit.recipe import speculation
 from optkit.recipe.engine_options import NO_SPECULATION, EngineOptions, engine_options
 from optkit.runtime.info import EngineInfo
 
@@ -16,7 +17,7 @@ OVERHEAD_BYTES = (
 PACKED = 1.2  # packed weights to those in files: 1.16 for int8 with groups of 32
 WEIGHTS = ".safetensors"
 SHARE = 0.8  # of the available memory, by default
-GUESSERS = ("ngram", NO_SPECULATION)  # speculative models that are no artifacts
+GUESSERS = (*speculation.GUESSERS, NO_SPECULATION)  # speculative models that are no artifacts
 
 
 def estimated_bytes(artifact: Artifact, options: EngineOptions) -> int:

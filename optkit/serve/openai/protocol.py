@@ -11,7 +11,7 @@ Beyond OpenAI, with vLLM's names and meanings: ``top_k, min_p, repetition_penalt
 stop_token_ids, allowed_token_ids, include_stop_str_in_output, skip_special_tokens, add_special_tokens,
 truncate_prompt_tokens, truncation_side, return_token_ids, return_tokens_as_token_ids, request_id,
 add_generation_prompt, continue_final_message, use_beam_search, length_penalty``, and structured output
-(``structured``).
+(``structured``); with llama.cpp's name and meaning ``repeat_last_n``.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ class GenerationRequest(BaseModel):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
     logit_bias: LogitBias | None = None
     allowed_token_ids: Annotated[list[Natural], Field(min_length=1, max_length=MAX_BIASES)] | None = None
     skip_special_tokens: bool | None = None
@@ -199,6 +200,7 @@ class GenerationRequest(BaseModel):
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             repetition_penalty=first_given(self.repetition_penalty, defaults.repetition_penalty, 1.0),
+            repeat_last_n=first_given(self.repeat_last_n, -1),
             logit_bias=self.logit_bias or (),
             allowed_token_ids=tuple(self.allowed_token_ids or ()),
             logprobs=0 if self.num_logprobs is None and self.is_ranked else self.num_logprobs,

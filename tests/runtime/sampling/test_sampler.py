@@ -21,6 +21,7 @@ from optkit.runtime.sampling.sampler import (
     sample,
     wide_nucleus,
 )
+from optkit.runtime.specprefill.positions import Positions
 from optkit.runtime.types import ConstraintFailed, EngineRequest, Request, SamplingParams
 
 VOCAB = 50
@@ -150,6 +151,19 @@ def test_repetition_penalty_covers_prompt_and_output() -> None:
         x = float(logits[token])
         wanted = (x / 1.5 if x > 0 else x * 1.5) if token in (1, 2, 3) else x
         assert float(out[token]) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("last", "seen"),
+    [(-1, {1, 2, 3, 9}), (0, set()), (1, {3}), (2, {2, 3}), (4, {1, 2, 3}), (5, {1, 2, 3, 9})],
+)
+def test_repetition_penalty_looks_as_far_back_as_asked(last: int, seen: set[int]) -> None:
+    """Tokens of the prompt that were left out count as soon as the whole text does."""
+    logits = random_logits()[0]
+    request = sequence([1, 1, 2], [3], repetition_penalty=1.5, repeat_last_n=last)
+    request.positions = Positions.of([0, 1, 3], [1, 1, 9, 2])
+    changed = (penalize(logits, request) != logits).nonzero().flatten().tolist()
+    assert set(changed) == seen
 
 
 def test_presence_and_frequency_penalties_cover_the_output_only() -> None:

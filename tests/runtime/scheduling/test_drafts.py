@@ -12,15 +12,17 @@ from hypothesis import strategies as st
 from optkit.runtime.engine import Engine
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.sampling.proposer import NgramProposer, Speculator
+from optkit.runtime.sampling.recycling import Recycled
 from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.scheduling.cost_model import CostModel
-from optkit.runtime.scheduling.drafts import MAX_FORCED
+from optkit.runtime.scheduling.drafts import MAX_FORCED, Proposer
 from optkit.runtime.structured import grammar
 from optkit.runtime.structured.compiler import Grammars
 from optkit.runtime.types import Constraint, EngineRequest, FinishReason, SamplingParams
+from tests.runtime.sampling.test_tree_speculator import Priced
 from tests.support import tiny_runtime
 from tests.support.constrained import END, constrained_engine, decode, run, sampling, texts, vocabulary
-from tests.support.speculation import Eager, needs_native
+from tests.support.speculation import Eager, Untimed, needs_native
 
 SCHEMA = {
     "type": "object",
@@ -100,8 +102,11 @@ def test_preempted_answers_are_the_same(num_blocks: int) -> None:
     engine.scheduler.check()
 
 
-def test_guesses_within_the_constraint_change_nothing() -> None:
-    speculator = Speculator(NgramProposer(), Eager(CostModel(), 5))
+@pytest.mark.parametrize("trees", [False, True])
+def test_guesses_within_the_constraint_change_nothing(trees: bool) -> None:
+    speculator: Proposer = Speculator(NgramProposer(), Eager(CostModel(), 5))
+    if trees:
+        speculator = Untimed(Priced(0.001), 8, recycled=Recycled(), max_cached_requests=8)
     engine = constrained_engine()
     engine.scheduler.proposer = speculator
     assert answers(engine) == PLAIN
@@ -194,7 +199,7 @@ def test_a_batch_that_fails_is_run_again_with_the_same_answers() -> None:
     max_num_seqs=st.integers(1, 8),
     arrivals=st.lists(st.integers(0, 12), min_size=len(PROMPTS), max_size=len(PROMPTS)),
     aborts=st.dictionaries(st.integers(0, len(PROMPTS) - 1), st.integers(0, 40), max_size=4),
-    guesses=st.booleans(),
+    guesses=st.sampled_from(["none", "chains", "trees"]),
 )
 def test_no_history_changes_an_answer(
     num_blocks: int,
@@ -202,14 +207,16 @@ def test_no_history_changes_an_answer(
     max_num_seqs: int,
     arrivals: list[int],
     aborts: dict[int, int],
-    guesses: bool,
+    guesses: str,
 ) -> None:
     """Requests that come and go, in little memory, in chunks, with guesses: who stays gets the same answer."""
     engine = constrained_engine(
         num_blocks=num_blocks, max_num_batched_tokens=budget, max_num_seqs=max_num_seqs, max_model_len=100
     )
-    if guesses:
+    if guesses == "chains":
         engine.scheduler.proposer = Speculator(NgramProposer(), Eager(CostModel(), 4))
+    if guesses == "trees":
+        engine.scheduler.proposer = Untimed(Priced(0.001), 8, recycled=Recycled(), max_cached_requests=8)
     found = {str(i): "" for i in range(len(PROMPTS))}
     pending = sorted(range(len(PROMPTS)), key=lambda i: arrivals[i])
     params, step = mixed(), 0

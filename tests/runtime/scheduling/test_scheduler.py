@@ -232,7 +232,7 @@ class Eager:
     def propose(self, sequences: Sequence[Request], limits: Sequence[int]) -> list[tuple[int, ...]]:
         return [(9,) * limit for limit in limits]
 
-    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+    def observe(self, request: Request, draft: tuple[int, ...], tokens: tuple[int, ...]) -> None:
         pass
 
     def finished(self, request: Request) -> None:

@@ -12,23 +12,29 @@ import torch
 
 from optkit.graph.ir import Graph
 from optkit.lowering.lower import Executable, lower
+from optkit.runtime.draft_tree import DraftTree
 from optkit.runtime.engine import Engine
 from optkit.runtime.kv.rolling import RollingWindow
 from optkit.runtime.runner import ModelRunner
+from optkit.runtime.sampling.recycling import Recycled
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.specprefill.graph import ScoredLayer, scoring_graph
 from optkit.runtime.specprefill.queue import ScoringQueue, SpecPrefillOptions
 from optkit.runtime.specprefill.scorer import PromptScorer, Scoring
 from optkit.runtime.specprefill.settings import SpecPrefill
+from optkit.runtime.tree_graph import with_positions
 from optkit.runtime.types import (
+    Batch,
     EngineRefusal,
     EngineRequest,
     FinishReason,
     SamplingParams,
     TokenOutput,
 )
+from tests.runtime.sampling.test_tree_speculator import Priced
 from tests.support.architectures import tiny_model
 from tests.support.graphs import captured, random_ids
+from tests.support.speculation import Untimed, needs_native
 from tests.support.target import TARGET
 from tests.support.tiny_runtime import int8_graph
 
@@ -161,6 +167,35 @@ def test_a_preempted_request_computes_the_same_tokens_again() -> None:
             made.scheduler.preempt(made.scheduler.running[-1])
     assert made.scheduler.num_preemptions >= 3
     assert [tokens(found) for found in outputs.values()] == list(alone())
+
+
+class Trees(ModelRunner):
+    """Counts steps with trees of guesses."""
+
+    num_trees = 0
+
+    def execute(self, batch: Batch) -> torch.Tensor:
+        self.num_trees += any(isinstance(item.draft, DraftTree) for item in batch.items)
+        return super().execute(batch)
+
+
+@needs_native
+@pytest.mark.parametrize("limits", [{}, {"max_num_batched_tokens": 33}])
+def test_trees_of_guesses_behind_gaps_change_nothing(limits: dict[str, int]) -> None:
+    """Positions with gaps are no tree, and the nodes of a tree count from the position of the last known token."""
+    config = SchedulerConfig(**LIMITS | limits)
+    model = lower(with_positions(int8_graph()), TARGET)
+    runner = Trees(model, config.num_blocks, config.block_size)
+    speculator = Untimed(Priced(0.001), 8, recycled=Recycled(), max_cached_requests=8)
+    made = Engine(runner, config, None, speculator)
+    made.specprefill = engine().specprefill
+    asked = [request(str(n), prompt) for n, prompt in enumerate(PROMPTS)]
+    asked += [request(f"whole {n}", prompt, specprefill=None) for n, prompt in enumerate(PROMPTS)]
+    free = SamplingParams(max_tokens=ANSWER, temperature=0.0)  # without logprobs, which get no guesses
+    asked = [msgspec.structs.replace(each, sampling=free) for each in asked]
+    wanted = [tokens(outputs) for outputs in run(engine(), *asked)]
+    assert [tokens(outputs) for outputs in run(made, *asked)] == wanted
+    assert runner.num_trees > 1
 
 
 def test_kv_of_a_part_is_never_cached_and_cached_kv_never_taken() -> None:

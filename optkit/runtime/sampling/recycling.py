@@ -1,0 +1,79 @@
+"""Recycled tokens: what the model thought likely after the same two tokens before (token recycling, arXiv 2408.08696).
+
+Each step computes logits and uses a single number. The likeliest tokens are kept for the pair of tokens before, and for
+the last token alone, and become guesses where the pair or the token comes again. Other texts of the same server fill
+the same table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+KEPT = 4  # tokens of a row of logits
+RANGE = 4.0  # nats below the largest logit
+ENTRIES = 1 << 15  # pairs and tokens, the oldest are forgotten: some 8 MB
+ROWS = 64  # of the table that logits are searched in
+
+Key = tuple[int, ...]
+
+
+class Recycled:
+    """The likeliest tokens after a pair of tokens or a token."""
+
+    def __init__(self) -> None:
+        self._likely: dict[Key, tuple[int, ...]] = {}
+
+    def add(self, before: Sequence[int], likely: tuple[int, ...]) -> None:
+        """Keep ``likely`` for the last two tokens of ``before``, and for the last."""
+        for count in (2, 1):
+            key = tuple(before[-count:])
+            self._likely.pop(key, None)
+            self._likely[key] = likely
+        while len(self._likely) > ENTRIES:
+            del self._likely[next(iter(self._likely))]
+
+    def collect(
+        self, known: Sequence[int], tokens: Sequence[int], logits: Tensor, rows: Sequence[int]
+    ) -> None:
+        """Keep the likeliest tokens of a request's step.
+
+        Args:
+            known: tokens of the request before the step.
+            tokens: of the step: the right guesses, and the next token.
+            logits: [n, V] of the step, from the last known token on.
+            rows: of the last known token and of the right guesses.
+        """
+        before = [*known[-2:], *tokens]
+        start = len(known[-2:])
+        for place, row in enumerate(rows):
+            self.add(before[: start + place], likeliest(logits[row]))
+
+    def after(self, before: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+        """The number of known tokens at the end of ``before``, 2, 1 or 0, and the likeliest tokens after."""
+        for count in (2, 1):
+            key = tuple(before[-count:])
+            if len(key) == count and (found := self._likely.get(key)) is not None:
+                return count, found
+        return 0, ()
+
+
+def likeliest(logits: Tensor) -> tuple[int, ...]:
+    """The ``KEPT`` likeliest tokens of logits [V] on the CPU within ``RANGE`` of the largest, the likeliest first."""
+    values = logits.numpy()
+    width = -(-len(values) // ROWS)
+    table = (
+        np.pad(values, (0, ROWS * width - len(values)), constant_values=-np.inf)
+        if len(values) % ROWS
+        else values
+    )
+    table = table.reshape(ROWS, width)
+    tops = table.max(axis=0)  # one pass over all logits; the rest looks at a few columns
+    least = tops.max() - RANGE
+    columns = np.flatnonzero(tops > least)
+    rows, places = np.nonzero(table[:, columns] > least)
+    near = rows * width + columns[places]
+    order = np.lexsort((near, -values[near]))[:KEPT]
+    return tuple(near[order].tolist())

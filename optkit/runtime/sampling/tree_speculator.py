@@ -1,0 +1,322 @@
+"""Trees of guesses from several sources, as wide as pays.
+
+A tree grows from the last known token by the likeliest guess first. The chance of a guess is the product of the
+chances along the branch, and each chance is measured: guesses of the same *kind* (source, matching tokens, share of
+the occurrences) count together, right or wrong, over all requests. The tree has as many guesses as make the most tokens
+a second on average, by the measured time of steps of so many rows (``RowCosts``). So trees become chains in repetitive
+text, and vanish where no guess pays; a request without guesses for long is looked at rarely.
+
+Sources: what followed the last tokens earlier in the request and in earlier answers (``Occurrences``), and the likely
+tokens of earlier logits (``Recycled``).
+
+Guesses outside of the tree are judged, too, once the tokens are known: kinds too dear to verify are not forgotten.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from optkit.runtime.draft_tree import DraftTree, depths_of
+from optkit.runtime.sampling.occurrences import END, Occurrences, Place
+from optkit.runtime.sampling.proposer import SpeculationStats
+from optkit.runtime.sampling.recycling import Recycled
+from optkit.runtime.scheduling.cost_model import CostModel, StepWork, chunk_work
+from optkit.runtime.scheduling.row_costs import RowCosts
+from optkit.runtime.types import Request
+
+DECAY = 0.97  # weight of a kind's record after one more guess
+PRIOR_WEIGHT = 2.0  # guesses that the chance before any guess counts for
+LEAST_GAIN = 1.03  # predicted, of a step with guesses; below nothing is guessed
+FANOUT = 4  # guesses after a token, of each source
+CACHED_TOKENS = 1 << 16  # of earlier answers, some 13 MB
+QUIET_AFTER, QUIET_EVERY = (
+    24,
+    4,
+)  # steps without guesses, and of those behind them one in so many is looked at
+
+OWN, EARLIER, RECYCLED = range(3)  # sources
+Kind = tuple[int, ...]
+LENGTHS = (2, 3, 4, 6, 8, 12, 16)  # classes of the number of tokens that match
+PRIORS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # for each of LENGTHS
+SHARES = (0.3, 0.6, 0.99)  # borders between classes of the share of occurrences with the token
+RECYCLED_PRIORS = {1: (0.3, 0.08, 0.04, 0.02), 2: (0.4, 0.1, 0.05, 0.03)}  # after one known token, after two
+
+
+class Chances:
+    """The measured chance of each kind of guess."""
+
+    def __init__(self) -> None:
+        self._records: dict[Kind, tuple[float, float]] = {}  # right, all
+
+    def of(self, kind: Kind, prior: float) -> float:
+        """The chance of a guess of ``kind`` to be right; ``prior`` before anything is known."""
+        right, count = self._records.get(kind, (0.0, 0.0))
+        return (right + PRIOR_WEIGHT * prior) / (count + PRIOR_WEIGHT)
+
+    def learn(self, kind: Kind, *, right: bool) -> None:
+        before, count = self._records.get(kind, (0.0, 0.0))
+        self._records[kind] = (DECAY * before + right, DECAY * count + 1.0)
+
+
+@dataclass(eq=False)
+class Node:
+    """A token of a tree, or the root.
+
+    Attributes:
+        chance: of the answer to go through the node.
+        places: texts with the places of the token's followers, the request's own text first.
+        guesses: the kind of each guessed follower, in the tree or not; None before the first search.
+        children: the guesses in the tree, by token, the likeliest first.
+    """
+
+    token: int
+    chance: float
+    path: tuple[int, ...] = ()  # tokens from the root, which is left out
+    places: Sequence[tuple[Occurrences, list[Place]]] = ()
+    guesses: dict[int, Kind] | None = None
+    children: dict[int, Node] = field(default_factory=dict)
+
+
+Candidate = tuple[float, int, Node, Node]  # less its chance, its number, the parent, the guess
+
+
+class EarlierAnswers:
+    """The newest answers of other requests, in two texts: when the first is full the second is forgotten.
+
+    Args:
+        most: answers that are kept.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most, self.texts, self._count = most, (Occurrences(), Occurrences()), 0
+
+    def add(self, answer: Sequence[int]) -> None:
+        if self.most < 1:
+            return
+        if 2 * self._count >= self.most or 2 * len(self.texts[0].ids) >= CACHED_TOKENS:
+            self.texts, self._count = (Occurrences(), self.texts[0]), 0
+        self.texts[0].extend([END, *answer])
+        self._count += 1
+
+
+class RequestText:
+    """The text of a request, and the root of its last tree."""
+
+    def __init__(self) -> None:
+        self.text = Occurrences()
+        self.root: Node | None = None
+        self.without = 0  # steps in a row without guesses
+
+    @property
+    def rests(self) -> bool:
+        """True in a step in which no guess is looked for."""
+        return self.without >= QUIET_AFTER and self.without % QUIET_EVERY > 0
+
+
+class TreeSpeculator:
+    """A ``Proposer`` of trees, or of chains where the runner takes no trees.
+
+    Args:
+        cost: predicts steps.
+        most: guesses of a request in a step.
+        branches: whether the runner takes trees.
+        recycled: the likely tokens of earlier logits, if they are guessed.
+        max_cached_requests: earlier answers that are searched.
+    """
+
+    def __init__(
+        self,
+        cost: CostModel,
+        most: int,
+        *,
+        branches: bool = True,
+        recycled: Recycled | None = None,
+        max_cached_requests: int = 0,
+    ) -> None:
+        self.costs, self.most, self.branches, self.recycled = RowCosts(cost), most, branches, recycled
+        self.earlier = EarlierAnswers(max_cached_requests)
+        self.chances, self.stats = Chances(), SpeculationStats()
+        self._texts: dict[str, RequestText] = {}
+        self._expected = 0.0  # right guesses of the latest draft, on average
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[tuple[int, ...]]:
+        base = StepWork()
+        for request in requests:
+            base += chunk_work(1, request.num_computed, rows=1)
+        drafts, tokens = list[tuple[int, ...]](), float(len(requests))
+        for request, limit in zip(requests, limits, strict=True):
+            drafts.append(self._draft(request, min(limit, self.most), base, tokens))
+            for _ in drafts[-1]:
+                base += chunk_work(1, len(request.token_ids), rows=1)
+            tokens += self._expected
+        return drafts
+
+    def observe(self, request: Request, draft: tuple[int, ...], tokens: tuple[int, ...]) -> None:
+        self.stats.count(max(depths_of(draft)), len(tokens) - 1, len(draft))
+
+    def took(self, work: StepWork, seconds: float) -> None:
+        """Learn the time of a step."""
+        self.costs.observe(work, seconds)
+
+    def rests(self, request: Request) -> bool:
+        """True if the step looked for no guess, because none has paid for long."""
+        own = self._texts.get(request.request_id)
+        return own is not None and own.rests
+
+    def finished(self, request: Request) -> None:
+        """Forget ``request``; the answer becomes a source for other requests without a salt."""
+        known = self._texts.pop(request.request_id, None)
+        if known is not None and not request.received.cache_salt:
+            self.earlier.add(request.output_ids)
+
+    def run_largest(self, num_requests: int) -> None:
+        """Do nothing: there is nothing to allocate on a device."""
+
+    def _draft(self, request: Request, limit: int, base: StepWork, tokens: float) -> tuple[int, ...]:
+        """The guesses for ``request``, beside ``base`` with ``tokens`` tokens on average."""
+        self._expected = 0.0
+        own = self._texts.setdefault(request.request_id, RequestText())
+        own.without += 1
+        if own.rests:
+            return ()
+        known = len(own.text.ids)
+        own.text.extend(request.token_ids[known:])
+        if own.root is not None:
+            self._judge(own.root, own.text.ids[known:])
+            own.root = None
+        if limit < 1:
+            return ()
+        ids = own.text.ids
+        texts = (own.text, *(() if request.received.cache_salt else self.earlier.texts))
+        own.root = Node(ids[-1], 1.0, places=[(text, text.find(ids)) for text in texts])
+        if not self._grow(own, own.root, limit, base, tokens):
+            return ()
+        own.without = 0
+        return in_preorder(own.root)
+
+    def _judge(self, root: Node, tokens: Sequence[int]) -> None:
+        """Learn from ``tokens``, which followed the root of a tree."""
+        node: Node | None = root
+        for token in tokens:
+            if node is None or node.guesses is None:
+                return
+            for guess, kind in node.guesses.items():
+                self.chances.learn(kind, right=guess == token)
+            node = node.children.get(token)
+
+    def _grow(self, own: RequestText, root: Node, limit: int, base: StepWork, tokens: float) -> int:
+        """Add the guesses that pay to the tree; how many."""
+        heap: list[Candidate] = []
+        order = itertools.count()
+        self._add_guesses(own, root, heap, order)
+        if not heap:
+            return 0
+        times = self._times(len(own.text.ids), limit, base)
+        worthless = tokens * (times[-1] / times[0] - 1) / (2 * limit)  # half of what a row costs on average
+        joined: list[tuple[Node, Node]] = []
+        best, least, reached = 0, LEAST_GAIN * tokens / times[0], tokens
+        while len(joined) < limit:
+            found = self._likeliest(heap)
+            if found is None or found[1].chance < worthless:
+                break
+            parent, latest = found
+            parent.children[latest.token] = latest
+            joined.append(found)
+            reached += latest.chance
+            if reached > least * times[len(joined)]:
+                best, least = len(joined), reached / times[len(joined)]
+                self._expected = reached - tokens
+            self._add_guesses(own, latest, heap, order)
+        for parent, node in joined[best:]:
+            del parent.children[node.token]
+        return best
+
+    def _add_guesses(self, own: RequestText, node: Node, heap: list[Candidate], order: Iterator[int]) -> None:
+        for guess in self._guesses_after(own, node):
+            heapq.heappush(heap, (-guess.chance, next(order), node, guess))
+
+    def _times(self, context: int, limit: int, base: StepWork) -> list[float]:
+        """The seconds of the step with 0 to ``limit`` guesses after ``context`` tokens."""
+        times, row = [], chunk_work(1, context, rows=1)
+        for _ in range(limit + 1):
+            times.append(max(self.costs.seconds(base), 1e-9))
+            base += row
+        return times
+
+    def _likeliest(self, heap: list[Candidate]) -> tuple[Node, Node] | None:
+        """Take the likeliest guess that may join the tree, with its parent."""
+        while heap:
+            _, _, parent, guess = heapq.heappop(heap)
+            if self.branches or not parent.children:
+                return parent, guess
+        return None
+
+    def _guesses_after(self, own: RequestText, node: Node) -> Iterator[Node]:
+        """The guesses after ``node``, each with its chance."""
+        guesses = node.guesses = {}
+        for text, places in node.places:
+            source = OWN if text is own.text else EARLIER
+            followers = by_token(text, places, node.path if source == OWN else ())
+            for token, group in sorted(followers.items(), key=lambda item: longest(item[1]), reverse=True)[
+                :FANOUT
+            ]:
+                if token in guesses:
+                    continue
+                share = len(group) / len(places)
+                length = bisect.bisect_right(LENGTHS, longest(group)) - 1
+                kind = (source, length, bisect.bisect_right(SHARES, share), min(len(places), 3))
+                after = [(place + 1, matching + 1) for place, matching in group]
+                guesses[token] = kind
+                yield self._guess(node, token, kind, PRIORS[length] * share, [(text, after)])
+        if self.recycled is not None:
+            known, likely = self.recycled.after((*own.text.ids[-2:], *node.path)[-2:])
+            told = len(guesses)
+            for rank, token in enumerate(likely):
+                if token not in guesses:
+                    guesses[token] = kind = (RECYCLED, known, rank, min(told, 2))
+                    yield self._guess(node, token, kind, RECYCLED_PRIORS[known][rank], [])
+
+    def _guess(
+        self,
+        node: Node,
+        token: int,
+        kind: Kind,
+        prior: float,
+        places: Sequence[tuple[Occurrences, list[Place]]],
+    ) -> Node:
+        chance = node.chance * self.chances.of(kind, prior)
+        return Node(token, chance, (*node.path, token), places)
+
+
+def longest(places: Sequence[Place]) -> int:
+    """The most matching tokens at any of ``places``."""
+    return max(matching for _, matching in places)
+
+
+def by_token(text: Occurrences, places: Sequence[Place], path: Sequence[int]) -> dict[int, list[Place]]:
+    """``places`` by the token there; the text goes on with ``path``, for a repetition of a repetition."""
+    found: dict[int, list[Place]] = {}
+    known = len(text.ids)
+    for place, matching in places:
+        if place < known + len(path):
+            token = text.ids[place] if place < known else path[place - known]
+            if token != END:
+                found.setdefault(token, []).append((place, matching))
+    return found
+
+
+def in_preorder(root: Node) -> tuple[int, ...]:
+    """The draft of a tree, a ``DraftTree`` where it has branches."""
+    tokens, depths = list[int](), list[int]()
+    stack = list(reversed(root.children.values()))
+    while stack:
+        node = stack.pop()
+        tokens.append(node.token)
+        depths.append(len(node.path))
+        stack += reversed(node.children.values())
+    is_chain = depths == list(range(1, len(depths) + 1))
+    return tuple(tokens) if is_chain else DraftTree(tokens, depths)

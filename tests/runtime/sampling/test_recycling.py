@@ -1,0 +1,49 @@
+"""Recycled tokens against torch's topk, and what is forgotten."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from optkit.runtime.sampling import recycling
+from optkit.runtime.sampling.recycling import KEPT, RANGE, Recycled, likeliest
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 5.0])
+def test_the_likeliest_are_those_of_topk(spread: float) -> None:
+    logits = torch.randn(5000, generator=torch.Generator().manual_seed(3)) * spread
+    values, tokens = logits.topk(KEPT)
+    assert likeliest(logits) == tuple(tokens[values > values[0] - RANGE].tolist())
+
+
+def test_logits_that_are_no_numbers_give_nothing() -> None:
+    assert likeliest(torch.full((8,), float("nan"))) == ()
+
+
+def test_two_known_tokens_go_before_one() -> None:
+    table = Recycled()
+    table.add([1, 2, 3], (7,))
+    table.add([5, 3], (8,))
+    assert table.after((2, 3)) == (2, (7,))
+    assert table.after((5, 3)) == (2, (8,))
+    assert table.after((9, 3)) == (1, (8,))
+    assert table.after((3, 9)) == (0, ())
+    assert table.after((3,)) == (1, (8,))
+
+
+def test_a_step_fills_the_table_for_each_right_row() -> None:
+    logits = torch.eye(6)[[4, 0, 5]] * 100  # likeliest: 4, 0 and 5
+    table = Recycled()
+    table.collect([1, 2], (4, 5), logits, (0, 2))
+    assert table.after((1, 2)) == (2, (4,))
+    assert table.after((2, 4)) == (2, (5,))
+    assert table.after((4, 5)) == (0, ())
+
+
+def test_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recycling, "ENTRIES", 4)
+    table = Recycled()
+    for token in range(10):
+        table.add([token, token + 100], (1,))
+    assert table.after((9, 109)) == (2, (1,))
+    assert table.after((7, 107)) == (0, ())

@@ -1,0 +1,237 @@
+"""Trees of guesses: what is guessed, how wide, what is learned, and the same answers as without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from optkit.runtime.draft_tree import DraftTree, depths_of
+from optkit.runtime.engine import Engine
+from optkit.runtime.sampling.recycling import Recycled
+from optkit.runtime.sampling.tree_speculator import Chances, EarlierAnswers, TreeSpeculator
+from optkit.runtime.scheduling.cost_model import CostModel, StepWork
+from optkit.runtime.scheduling.row_costs import RowCosts
+from optkit.runtime.types import EngineRequest, Request, SamplingParams
+from tests.support.fakes import FakeRunner, fake_engine
+from tests.support.speculation import Untimed, sequence
+
+
+class Priced(CostModel):
+    """A row costs ``price`` of the step with one."""
+
+    def __init__(self, price: float) -> None:
+        super().__init__()
+        self.price = price
+
+    def seconds(self, shape: StepWork) -> float:
+        return 1.0 + self.price * (shape.tokens - 1)
+
+
+def propose(speculator: TreeSpeculator, request: Request, limit: int = 16) -> tuple[int, ...]:
+    request.num_computed = len(request.token_ids) - 1
+    (draft,) = speculator.propose([request], [limit])
+    return draft
+
+
+def test_a_repetition_is_copied_as_far_as_pays() -> None:
+    ids = [1, 2, 3, 4, 5, 6, 7, 8] * 4
+    free, cheap, dear = (TreeSpeculator(Priced(price), 16) for price in (0.0, 0.2, 2.0))
+    assert propose(free, sequence(ids)) == tuple(ids[:16])
+    draft = propose(cheap, sequence(ids))
+    assert 0 < len(draft) < 16 and draft == tuple(ids[: len(draft)])
+    assert propose(dear, sequence(ids)) == ()
+    assert propose(free, sequence(ids), limit=3) == (1, 2, 3)
+    assert propose(free, sequence(ids), limit=0) == ()
+    for short in ([1], [1, 2, 3]):
+        assert propose(TreeSpeculator(Priced(0.0), 16), sequence(short)) == ()
+
+
+def test_two_continuations_are_branches() -> None:
+    ids = [1, 2, 3, 4, 9, 1, 2, 5, 6, 9, 1, 2]
+    draft = propose(TreeSpeculator(Priced(0.0), 32), sequence(ids), 4)
+    assert isinstance(draft, DraftTree)
+    assert {draft[row] for row, depth in enumerate(draft.depths) if depth == 1} == {3, 5}
+    chain = propose(TreeSpeculator(Priced(0.0), 32, branches=False), sequence(ids), 4)
+    assert not isinstance(chain, DraftTree)
+    assert chain[:3] in ((3, 4, 9), (5, 6, 9))
+
+
+def test_what_was_wrong_is_guessed_no_more() -> None:
+    """The last two tokens come again and again, each time with another token after them."""
+    speculator = TreeSpeculator(Priced(0.2), 8)
+    request = sequence([1, 2, 30])
+    drafted = []
+    for new in range(31, 90):
+        request.token_ids += [1, 2]
+        drafted.append(len(propose(speculator, request)))
+        request.token_ids.append(new)
+        propose(speculator, request)
+    assert sum(drafted[-30:]) == 0
+
+
+def test_guesses_that_were_not_made_are_judged() -> None:
+    speculator = TreeSpeculator(Priced(5.0), 8)  # no guess pays
+    request = sequence([1, 2, 3, 4] * 3)
+    for token in [1, 2, 3, 4] * 5:
+        assert propose(speculator, request) == ()
+        request.token_ids.append(token)
+    speculator.costs = RowCosts(Priced(0.1))
+    assert len(propose(speculator, request)) == 8
+
+
+class Stepped(CostModel):
+    """Steps of an even number of rows cost as much as those of one row less; the second row costs half a step."""
+
+    def seconds(self, shape: StepWork) -> float:
+        return 1.0 if shape.tokens < 2 else 1.5 + 0.4 * ((shape.tokens - 1) // 2)
+
+
+def test_rows_that_cost_nothing_are_filled() -> None:
+    """With the last known token the rows are even in number: one guess more would cost as much as two."""
+    ids = [1, 2, 3, 4, 5, 6, 7, 8] * 4
+    assert [len(propose(TreeSpeculator(Stepped(), most), sequence(ids))) for most in (3, 4, 5, 6)] == [
+        3,
+        3,
+        5,
+        5,
+    ]
+
+
+def test_measured_times_of_steps_decide() -> None:
+    """A model that says guesses are free is corrected by steps that take longer."""
+    ids = [1, 2, 3, 4, 5, 6, 7, 8] * 4
+    speculator = TreeSpeculator(Priced(0.0), 4)
+    assert len(propose(speculator, sequence(ids))) == 4
+    for _ in range(40):
+        for rows in range(1, 6):
+            speculator.took(StepWork(rows, rows, 0.0), 1.0 if rows == 1 else 9.0)
+    assert propose(speculator, sequence(ids)) == ()
+
+
+def test_a_request_without_guesses_for_long_is_looked_at_rarely() -> None:
+    speculator = TreeSpeculator(Priced(5.0), 8)  # no guess pays
+    request = sequence([1, 2, 3, 4] * 3)
+    looked = 0
+    for token in [1, 2, 3, 4] * 25:
+        propose(speculator, request)
+        looked += not speculator.rests(request)
+        request.token_ids.append(token)
+    assert 24 <= looked <= 24 + 100 // 4
+    speculator.costs = RowCosts(Priced(0.1))
+    drafts = []
+    for token in [1, 2, 3, 4] * 2:
+        drafts.append(propose(speculator, request))
+        request.token_ids.append(token)
+    assert (
+        sum(map(bool, drafts)) >= 4
+    )  # found again at the next look, and looked at in every step from there on
+
+
+def test_chances_start_from_the_prior_and_forget() -> None:
+    chances = Chances()
+    assert chances.of((1,), 0.4) == pytest.approx(0.4)
+    for _ in range(200):
+        chances.learn((1,), right=True)
+    assert chances.of((1,), 0.4) > 0.9
+    for _ in range(200):
+        chances.learn((1,), right=False)
+    assert chances.of((1,), 0.4) < 0.1
+    assert chances.of((2,), 0.4) == pytest.approx(0.4)
+
+
+def ended(name: str, prompt: Sequence[int], answer: Sequence[int], salt: str = "") -> Request:
+    received = EngineRequest(
+        request_id=name,
+        prompt_ids=tuple(prompt),
+        sampling=SamplingParams(max_tokens=99),
+        arrival=0.0,
+        cache_salt=salt,
+    )
+    return Request(received, [*prompt, *answer])
+
+
+def test_earlier_answers_are_searched_but_not_across_salts() -> None:
+    speculator = TreeSpeculator(Priced(0.0), 8, max_cached_requests=4)
+    for name, salt in (("a", ""), ("b", "tenant")):
+        request = ended(name, [50, 51], [60, 61, 62, 63] if name == "a" else [70, 71, 72], salt)
+        propose(speculator, request)
+        speculator.finished(request)
+    assert propose(speculator, ended("c", [1, 60, 61], [])) == (62, 63)
+    assert propose(speculator, ended("d", [1, 70, 71], [])) == ()
+    assert propose(speculator, ended("e", [1, 60, 61], [], salt="other")) == ()
+    assert propose(TreeSpeculator(Priced(0.0), 8), ended("f", [1, 60, 61], [])) == ()
+
+
+def test_old_answers_are_forgotten() -> None:
+    earlier = EarlierAnswers(4)
+    for number in range(10):
+        earlier.add([number, number + 100, number + 200])
+
+    def known(number: int) -> bool:
+        return any(text.find([number, number + 100]) for text in earlier.texts)
+
+    assert [known(number) for number in range(10)] == [False] * 6 + [True] * 4
+    nothing = EarlierAnswers(0)
+    nothing.add([1, 2, 3])
+    assert not any(text.ids for text in nothing.texts)
+
+
+def test_recycled_tokens_are_guessed_behind_the_tokens_of_the_text() -> None:
+    recycled = Recycled()
+    recycled.add([8, 9], (20, 21))
+    recycled.add([9, 20], (22,))
+    speculator = TreeSpeculator(Priced(0.0), 4, recycled=recycled)
+    draft = propose(speculator, sequence([1, 8, 9]))
+    assert set(draft) == {20, 21, 22}
+    assert depths_of(draft)[0] == 1
+
+
+def speculating(runner_script: list[int] | None = None, **options: object) -> Engine:
+    engine = fake_engine(options={"script": runner_script} if runner_script else {})
+    engine.scheduler.proposer = Untimed(Priced(0.01), 8, recycled=Recycled(), max_cached_requests=8)
+    return engine
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_repeating_model_takes_fewer_steps(temperature: float) -> None:
+    sampling = SamplingParams(max_tokens=40, temperature=temperature, seed=3)
+    plain = fake_engine(options={"script": [5, 6, 7, 8]})
+    guessed = speculating([5, 6, 7, 8])
+    assert plain.generate([[1, 2]], sampling) == guessed.generate([[1, 2]], sampling)
+    assert len(guessed.runner.batches) < 0.5 * len(plain.runner.batches)
+    stats = guessed.stats()
+    assert stats.spec_decode_draft_tokens >= sum(stats.spec_decode_accepted_per_pos) > 20
+
+
+class TwoWays(FakeRunner):
+    """After 1 comes 2 or 3, by a hash of everything before: both branches are known, one is right."""
+
+    def logits_after(self, ids: object) -> torch.Tensor:
+        logits = super().logits_after(ids)  # type: ignore[arg-type]
+        last = int(ids[-1])  # type: ignore[index]
+        allowed = {1: (2, 3), 2: (4,), 3: (5,), 4: (1,), 5: (1,)}.get(last, (1,))
+        return torch.full_like(logits, -50.0).index_copy_(0, torch.tensor(allowed), logits[list(allowed)])
+
+
+def test_branches_change_nothing() -> None:
+    config = fake_engine(options={"max_model_len": 512, "num_blocks": 256}).config
+    sizes = {"num_blocks": 256, "block_size": 4}
+    sampling = SamplingParams(max_tokens=400, temperature=0.0)
+    engines = [
+        Engine(TwoWays(**sizes), config, proposer=proposer)
+        for proposer in (
+            None,
+            Untimed(Priced(0.01), 8, branches=False),
+            Untimed(Priced(0.01), 8),
+        )
+    ]
+    plain, chains, trees = (engine.generate([[9, 1]], sampling) for engine in engines)
+    assert plain == chains == trees
+    steps = [len(engine.runner.batches) for engine in engines]  # type: ignore[attr-defined]
+    assert max(steps[1:]) < 0.5 * steps[0]
+    drafts = [item.draft for batch in engines[2].runner.batches for item in batch.items]  # type: ignore[attr-defined]
+    assert any(isinstance(draft, DraftTree) for draft in drafts)
+    assert engines[2].stats().kv_blocks_used == 0
+    engines[2].scheduler.check()
