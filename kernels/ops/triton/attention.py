@@ -91,8 +91,8 @@ def attention(
     """See ``reference.attention``."""
     write_kv(k, v, k_cache, v_cache, slot_mapping)
     batch = query_start, seq_lens, block_tables
-    scores = sinks, slopes, positions, scale, window, softcap, chunk
-    return paged_attention(q, k, v, k_cache, v_cache, *batch, *scores)
+    operands = sinks, slopes, positions
+    return paged_attention(q, k, v, k_cache, v_cache, *batch, *operands, scale, window, softcap, chunk)
 
 
 def paged_attention(

@@ -17,8 +17,8 @@ from optkit.runtime.kv.offload import HostBlockStore
 from optkit.runtime.ranks.leader import RankedRunner, Ranks
 from optkit.runtime.ranks.model import RankModel, communicator, load_rank
 from optkit.runtime.ranks.size import OPTION
-from optkit.runtime.sampling.proposer import Speculator
 from optkit.runtime.scheduling.cost_model import CostModel
+from optkit.runtime.scheduling.drafts import Proposer
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.types import EngineRefusal
 
@@ -68,7 +68,7 @@ def ranked_engine(
     config: SchedulerConfig,
     layout: KVLayout,
     store: HostBlockStore | None,
-    guesses: Speculator | None,
+    guesses: Proposer | None,
     cost: CostModel,
 ) -> Engine:
     """The engine of rank 0, which sends each step to the other ranks."""
