@@ -171,7 +171,8 @@ def answers(
         report = score_long(source, given, reference)
         if report.loss is None:
             raise SystemExit("no task has a signal: the model answers nothing from the documents")
-        found |= {f"{name}_nats": report.loss.value, f"{name}_error": report.loss.error or 0.0}
+        print(f"  {name}: {report.loss.value:+.4f} nats, standard error {report.loss.stderr:.4f}", flush=True)
+        found |= {f"{name}_nats": report.loss.value, f"{name}_stderr": report.loss.stderr}
         for task in report.tasks:
             loss = task.score.loss
             print(

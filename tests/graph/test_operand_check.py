@@ -79,11 +79,14 @@ WRITTEN: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         {},
     ),
     "attention": (
-        (*QKV, *POOLS, BATCH["slot_mapping"], *SEQUENCES, meta(4), meta(4)),
+        (*QKV, *POOLS, BATCH["slot_mapping"], *SEQUENCES, meta(4), meta(4), BATCH["positions"]),
         {"scale": 0.5, "window": 4, "chunk": 8},
     ),
     "rope_kv_write": ((*QKV, *ANGLES, *POOLS, BATCH["slot_mapping"]), {}),
-    "paged_attention": ((*QKV, *POOLS, *SEQUENCES, meta(4), meta(4)), {"scale": 0.5, "softcap": 30.0}),
+    "paged_attention": (
+        (*QKV, *POOLS, *SEQUENCES, meta(4), meta(4), BATCH["positions"]),
+        {"scale": 0.5, "softcap": 30.0},
+    ),
 }
 CALLS = {name: WRITTEN.get(name) or sound_call(op) for name, op in RECORDS.items()}
 

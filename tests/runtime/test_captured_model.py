@@ -168,7 +168,7 @@ def test_wrong_guesses_are_taken_back_in_a_window() -> None:
     params = SamplingParams(max_tokens=30, temperature=0.7, seed=3)
     kept = windowed_engine(model, 200, kept=True).generate(prompts, params)
     right = {f"generate-{number}": answer for number, answer in enumerate(kept)}
-    engine = windowed_engine(model, few_blocks(model, 84), proposer=HalfRight(right))
+    engine = windowed_engine(model, few_blocks(model, 84), proposer=HalfRight(right, branches=False))
     assert engine.generate(prompts, params) == kept
     stats = engine.stats()
     assert stats.spec_decode_draft_tokens > sum(stats.spec_decode_accepted_per_pos) + 20
