@@ -1,4 +1,4 @@
-"""Reading the KV blocks that matter: time a token, divergence and answers at 8,192 tokens, beside reading all of them.
+"""Reading the KV blocks that matter: time a token, divergence and answers at 8,192 tokens, beside reading all blocks.
 
     python -m bench.long select artifact/ [--budget 1024] [--dense N] [--only quality,answers,speed]
 
@@ -6,7 +6,7 @@ The artifact's graph is lowered twice over the same weights, as it is and with t
 held-out text are prefilled once, and both models read the same keys and values.
 
 - ``quality``: the last 256 of 8,192 tokens as generated tokens; KL of the next token's distribution and NLL against
-  the model that reads everything.
+  the full model.
 - ``answers``: questions about documents of 8,192 tokens, as in ``optkit eval --long``: the loss of log-probability
   against the full model, a token. First as a server computes them, with the question in the prompt; then with a
   question of generated tokens (``asked``), so that the search for the evidence selects, too.
@@ -85,7 +85,7 @@ class Model:
 
 
 def models(arguments: argparse.Namespace) -> tuple[Model, Model]:
-    """The model that reads everything and the one that selects, over the same weights and pools."""
+    """The full model and the selecting model, over the same weights and pools."""
     artifact, shared = Artifact.open(arguments.artifact, verify=False), SharedWeights()
     context = PassContext(present_target(artifact.recipe.target))
 
@@ -116,7 +116,7 @@ def windows(ids: Sequence[int], count: int) -> Iterator[list[int]]:
 
 
 def quality(full: Model, some: Model, ids: Sequence[int], count: int) -> dict[str, float]:
-    """KL and NLL of generated tokens; the selecting model's own KV of them is read, as in decode."""
+    """KL and NLL of generated tokens, with the selecting model's own KV, as in decode."""
     divergences, losses = [], []
     start = LONG - GENERATED
     for window in windows(ids, count):
@@ -136,7 +136,7 @@ def quality(full: Model, some: Model, ids: Sequence[int], count: int) -> dict[st
 
 
 class Asked:
-    """A model of ``RuntimeLogits`` for which all tokens behind the first ``prompt`` are generated ones."""
+    """A model of ``RuntimeLogits`` with generated tokens behind the first ``prompt`` tokens."""
 
     def __init__(self, executable: Executable) -> None:
         self.executable, self.prompt = executable, 0
@@ -149,7 +149,7 @@ class Asked:
 
 
 class AskedAfter(RuntimeAnswers):
-    """Answers to questions that are generated tokens, so the search for the evidence selects, too."""
+    """Answers to questions of generated tokens, so the search for the evidence selects, too."""
 
     def __init__(self, executable: Executable) -> None:
         self.model = Asked(executable)
@@ -163,7 +163,7 @@ class AskedAfter(RuntimeAnswers):
 def answers(
     full: Executable, some: Executable, tokenizer: object, tasks: Sequence[str], count: int
 ) -> dict[str, float]:
-    """Losses of answers in nats a token, of the tasks that the full model answers from the document."""
+    """Losses of answers in nats a token, of the tasks with a signal of the full model."""
     found, given = {}, documents(tokenizer, [LONG], tasks, count=count)
     reference = KeptAnswers(lambda: RuntimeAnswers(RuntimeLogits(full, BLOCK, long_chunk=CHUNK)))
     served = RuntimeAnswers(RuntimeLogits(some, BLOCK, long_chunk=CHUNK))

@@ -6,11 +6,11 @@ A pool of bounds is [blocks, block_size, bytes] int8. The bytes of a block begin
 ``BOUNDS_SPAN`` tokens and each KV head, [spans, Hkv, 2 D + 4]: the largest number of every channel of the keys, then
 the smallest, as int8, and a float32 scale for both. The numbers are rounded away from each other, so no key is outside.
 A query's product with a key is at most the sum over the channels of the larger of two products, with the upper and with
-the lower bound. Queries are rounded for this, to ``QUERY_STEPS`` steps on either side of zero, so sums are of integers.
+the lower bound. Queries are rounded before, to ``QUERY_STEPS`` steps on either side of zero, so sums are of integers.
 
 Bounds are computed from the stored keys when the last token of a span is written, and read for blocks alone whose last
-token comes before the query's block. So bounds are those of the keys in the cache: also after a block was reused, after
-rejected drafts, and in a block that was copied with its bounds.
+token comes before the query's block. So bounds agree with the keys in the cache: also after a block was reused, after
+rejected drafts, and in a block copied with the bounds.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def select_blocks(q: Tensor, bounds: Tensor, count: int, first: int, last: int, 
 
 
 def selects(position: int, prompt_len: int, block_size: int, budget: int, min_context: int) -> bool:
-    """True for a token that reads selected blocks: generated, in a context of at least ``min_context`` tokens that
-    does not fit the budget. Blocks of other sizes than whole spans are all read.
+    """True for a token with a choice of blocks: generated, in a context of at least ``min_context`` tokens and beyond
+    the budget. Blocks of other sizes than whole spans are all read.
     """
     blocks = position // block_size + 1
     long = position + 1 >= min_context and blocks > budget_blocks(budget, block_size)
@@ -116,7 +116,7 @@ def selects(position: int, prompt_len: int, block_size: int, budget: int, min_co
 
 
 def budget_blocks(budget: int, block_size: int) -> int:
-    """The blocks that a token reads, at least one besides those that are always read."""
+    """The number of blocks for a token, at least a chosen block beside the first and the last ones."""
     return max(budget // block_size, FIRST_BLOCKS + LAST_BLOCKS + 1)
 
 
@@ -143,11 +143,11 @@ def selected_attention(
 ) -> Tensor:
     """``attention`` where generated tokens of long contexts read ``budget`` tokens, in blocks chosen by bounds of keys.
 
-    Arguments of the same name are those of ``attention``. ``prompt_lens`` [S] int32 counts the tokens of each
-    sequence's prompt, which read all earlier tokens. A later token of a context of at least ``min_context`` tokens that
-    is longer than the budget (``selects``) reads, under each KV head, the first block, the last two and the blocks of
-    ``select_blocks``. What a token reads depends on its query, the keys of its sequence and its position alone, not on
-    the batch, so drafts, chunks and preemption change nothing. Mutates ``k_cache``, ``v_cache`` and ``k_bounds``.
+    Arguments have the names of ``attention``. ``prompt_lens`` [S] int32 counts the tokens of each sequence's prompt,
+    which read all earlier tokens. A later token of a context of at least ``min_context`` tokens and beyond the budget
+    (``selects``) reads, under each KV head, the first block, the last two and the blocks of ``select_blocks``. The
+    choice depends on the query, the keys of the sequence and the position alone, not on the batch, so drafts, chunks
+    and preemption change nothing. Mutates ``k_cache``, ``v_cache`` and ``k_bounds``.
     """
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
     if q.device.type == "meta":

@@ -3,8 +3,8 @@
 A sequence may forget the first tokens and go on at any position (``optkit.runtime.kv.rolling``) where no number of the
 graph depends on the position of a token: with rotary embedding, with ALiBi, or without any positions.
 
-Attention over selected blocks (``reference.selected_attention``) needs all tokens: it finds the end of the prompt by a
-count of the sequence's tokens, and bounds of a block are those of keys that sinks replace.
+Attention over selected blocks (``reference.selected_attention``) needs all tokens: a count of the sequence's tokens
+finds the end of the prompt, and sinks replace keys without a change of the block's bounds.
 """
 
 from __future__ import annotations
