@@ -92,7 +92,8 @@ class RuntimeLogits:
         """Logits [count, V] at the last ``count`` tokens of each branch, a pair (tokens, count) behind ``context``.
 
         The context and the first tokens of a branch run in chunks, the last ``count`` tokens of a branch in single
-        steps, as a server decodes. Each branch overwrites the KV of the one before.
+        steps, as a server decodes. The first of these is still a prompt's: a server computes the first row of an answer
+        with the prompt. Each branch overwrites the KV of the one before.
         """
         longest = max((len(tokens) for tokens, _ in branches), default=0)
         sequence = torch.tensor([*context, *[0] * longest])
@@ -107,8 +108,8 @@ class RuntimeLogits:
             end = len(context) + len(tokens)
             sequence[len(context) : end] = torch.tensor(tokens)
             first = max(len(context), end - count)
-            self._chunks(sequence[:first], tables, caches, len(context), self.long_chunk, (), first)
-            yield self._chunks(sequence[:end], tables, caches, first, 1, range(first, end), first)
+            self._chunks(sequence[:first], tables, caches, len(context), self.long_chunk, (), first + 1)
+            yield self._chunks(sequence[:end], tables, caches, first, 1, range(first, end), first + 1)
 
     def _chunks(
         self,
