@@ -37,6 +37,7 @@ from optkit.runtime.report import EngineReport, Mark
 from optkit.runtime.sampling.logprobs import LogprobRunner
 from optkit.runtime.sampling.sampler import sample
 from optkit.runtime.sampling.speculative import as_result, first_rows, moves_of, verify
+from optkit.runtime.sampling.threads import take_rows
 from optkit.runtime.scheduling.cost_model import CostModel
 from optkit.runtime.scheduling.reporting import report
 from optkit.runtime.scheduling.scheduler import Proposer, Result, Scheduler, SchedulerConfig
@@ -220,7 +221,7 @@ class Engine:
             logits = self.logprobs.execute(batch)
             due = [item for item in batch.items if item.needs_logits]
             rows = first_rows(due)
-            plain = logits if len(logits) == len(due) else logits[rows]
+            plain = take_rows(logits, rows)
             sampled = sample(plain, [item.request for item in due])
             self.logprobs.record(due, plain, sampled)
             found = verify(due, sampled, logits, rows)

@@ -4,7 +4,7 @@ A tree grows from the last known token by the likeliest guess first. The chance 
 chances along the branch, and each chance is measured: guesses of the same *kind* (source, matching tokens, share of
 the occurrences) count together, right or wrong, over all requests. The tree has as many guesses as make the most tokens
 a second on average, by the measured time of steps of so many rows (``RowCosts``). So trees become chains in repetitive
-text, and vanish where no guess pays; a request without guesses for long is looked at rarely.
+text, and vanish where no guess pays; a request without a right guess for long is looked at rarely.
 
 Sources: what followed the last tokens earlier in the request and in earlier answers (``Occurrences``), and the likely
 tokens of earlier logits (``Recycled``).
@@ -33,10 +33,11 @@ PRIOR_WEIGHT = 2.0  # guesses that the chance before any guess counts for
 LEAST_GAIN = 1.03  # predicted, of a step with guesses; below nothing is guessed
 FANOUT = 4  # guesses after a token, of each source
 CACHED_TOKENS = 1 << 16  # of earlier answers, some 13 MB
-QUIET_AFTER, QUIET_EVERY = (
-    24,
+QUIET_AFTER = 24  # steps without a right guess, after which a request rests
+LOOK_EVERY, LOOK_MATCHING = (
+    16,
     4,
-)  # steps without guesses, and of those behind them one in so many is looked at
+)  # a resting request is looked at in one step of so many, and after so many repeated tokens
 
 OWN, EARLIER, RECYCLED = range(3)  # sources
 Kind = tuple[int, ...]
@@ -109,12 +110,8 @@ class RequestText:
     def __init__(self) -> None:
         self.text = Occurrences()
         self.root: Node | None = None
-        self.without = 0  # steps in a row without guesses
-
-    @property
-    def rests(self) -> bool:
-        """True in a step in which no guess is looked for."""
-        return self.without >= QUIET_AFTER and self.without % QUIET_EVERY > 0
+        self.without = 0  # steps in a row without a right guess
+        self.rests = False  # no guess is looked for in this step
 
 
 class TreeSpeculator:
@@ -157,6 +154,9 @@ class TreeSpeculator:
 
     def observe(self, request: Request, draft: tuple[int, ...], tokens: tuple[int, ...]) -> None:
         self.stats.count(max(depths_of(draft)), len(tokens) - 1, len(draft))
+        own = self._texts.get(request.request_id)
+        if own is not None and len(tokens) > 1:
+            own.without = 0
 
     def took(self, work: StepWork, seconds: float) -> None:
         """Learn the time of a step."""
@@ -180,22 +180,25 @@ class TreeSpeculator:
         """The guesses for ``request``, beside ``base`` with ``tokens`` tokens on average."""
         self._expected = 0.0
         own = self._texts.setdefault(request.request_id, RequestText())
-        own.without += 1
-        if own.rests:
-            return ()
         known = len(own.text.ids)
         own.text.extend(request.token_ids[known:])
         if own.root is not None:
             self._judge(own.root, own.text.ids[known:])
             own.root = None
-        if limit < 1:
-            return ()
         ids = own.text.ids
-        texts = (own.text, *(() if request.received.cache_salt else self.earlier.texts))
-        own.root = Node(ids[-1], 1.0, places=[(text, text.find(ids)) for text in texts])
+        places = own.text.find(ids)
+        own.without += 1
+        own.rests = (
+            own.without > QUIET_AFTER and own.without % LOOK_EVERY > 0 and longest(places) < LOOK_MATCHING
+        )
+        if own.rests or limit < 1:
+            return ()
+        earlier = () if request.received.cache_salt else self.earlier.texts
+        own.root = Node(
+            ids[-1], 1.0, places=[(own.text, places), *((text, text.find(ids)) for text in earlier)]
+        )
         if not self._grow(own, own.root, limit, base, tokens):
             return ()
-        own.without = 0
         return in_preorder(own.root)
 
     def _judge(self, root: Node, tokens: Sequence[int]) -> None:
@@ -293,8 +296,8 @@ class TreeSpeculator:
 
 
 def longest(places: Sequence[Place]) -> int:
-    """The most matching tokens at any of ``places``."""
-    return max(matching for _, matching in places)
+    """The most matching tokens at any of ``places``, or 0."""
+    return max((matching for _, matching in places), default=0)
 
 
 def by_token(text: Occurrences, places: Sequence[Place], path: Sequence[int]) -> dict[int, list[Place]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 
@@ -110,23 +111,29 @@ def test_measured_times_of_steps_decide() -> None:
     assert propose(speculator, sequence(ids)) == ()
 
 
-def test_a_request_without_guesses_for_long_is_looked_at_rarely() -> None:
-    speculator = TreeSpeculator(Priced(5.0), 8)  # no guess pays
-    request = sequence([1, 2, 3, 4] * 3)
-    looked = 0
-    for token in [1, 2, 3, 4] * 25:
-        propose(speculator, request)
-        looked += not speculator.rests(request)
+def test_a_request_without_right_guesses_for_long_is_looked_at_rarely_and_in_repetitions() -> None:
+    random = np.random.default_rng(0)
+    speculator = TreeSpeculator(Priced(0.0), 4)
+    text = random.integers(0, 6, 400).tolist()  # pairs repeat, and what follows them is chance
+    request, looked, awake = sequence(text[:8]), list[bool](), 0
+    for place in range(8, 400):
+        draft = propose(speculator, request)
+        looked.append(not speculator.rests(request))
+        if draft:
+            speculator.observe(request, draft, (text[place],))  # every guess counts as wrong
+        request.token_ids.append(text[place])
+        last = request.token_ids[-5:-1]
+        awake += any(text[at : at + 4] == last for at in range(len(request.token_ids) - 5))
+    assert all(looked[:24])
+    assert 368 // 16 <= sum(looked[24:]) <= 368 // 16 + awake
+    repeated = text[-12:]
+    for token in repeated:
         request.token_ids.append(token)
-    assert 24 <= looked <= 24 + 100 // 4
-    speculator.costs = RowCosts(Priced(0.1))
-    drafts = []
-    for token in [1, 2, 3, 4] * 2:
-        drafts.append(propose(speculator, request))
-        request.token_ids.append(token)
-    assert (
-        sum(map(bool, drafts)) >= 4
-    )  # found again at the next look, and looked at in every step from there on
+    assert propose(speculator, request) and not speculator.rests(request)
+    speculator.observe(request, (1,), (1, 2))
+    request.token_ids.append(7)
+    propose(speculator, request)
+    assert not speculator.rests(request)  # a right guess begins the count again
 
 
 def test_chances_start_from_the_prior_and_forget() -> None:
