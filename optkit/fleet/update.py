@@ -168,11 +168,12 @@ class ClusterControl:
         try:
             self._shown = await asyncio.to_thread(self._cluster.applications)
         except NoAnswer:
-            if self._shown and time.monotonic() - self._heard <= SILENCE_SECONDS:
+            if not self._shown:
+                self._shown = await _patiently(self._cluster.applications)
+            elif time.monotonic() - self._heard <= SILENCE_SECONDS:
                 return False
-            if self._shown:
+            else:
                 raise
-            self._shown = await _patiently(self._cluster.applications)
         self._heard = time.monotonic()
         return True
 
