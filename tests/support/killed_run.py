@@ -58,7 +58,9 @@ def run(source: Path, out: Path, hear: Callable[[Message], None] | None = None) 
         if hear:
             hear(messages[-1])
 
-    optimize(str(source), recipe(RUN_PASSES, ONE_PROMPT), out, force=True, progress=progress, final_tokens=512)
+    optimize(
+        str(source), recipe(RUN_PASSES, ONE_PROMPT), out, force=True, progress=progress, final_tokens=512
+    )
     return messages
 
 
