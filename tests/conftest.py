@@ -7,13 +7,11 @@ import logging
 import os
 import sys
 from collections.abc import Generator, Iterator
-from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
-from torch import Tensor
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated: before any is imported
@@ -30,8 +28,16 @@ CAPTURING = (
     "tests/evaluation/",
     "tests/graph/",
     "tests/lowering/",
+    "tests/parallel/",
     "tests/passes/",
+    "tests/runtime/cuda/test_runner.py",
+    "tests/runtime/kv/test_exchange.py",
+    "tests/runtime/kv/test_rolling.py",
+    "tests/runtime/specprefill/",
     "tests/runtime/test_captured_model.py",
+    "tests/runtime/test_embedding.py",
+    "tests/runtime/test_endless.py",
+    "tests/runtime/test_hidden_graph.py",
 )
 API = "tests/api/"  # its fixtures are the package's
 EMBEDDED = ("tests/checkpoint/test_locate.py", "tests/test_real_model.py", "tests/text/test_tokenizer.py")
@@ -102,14 +108,9 @@ def reopened_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest
     """Artifacts are checked as they are written, but without a process each, which takes seconds."""
     if request.node.get_closest_marker("new_process"):
         return
-    from optkit.pipeline import check
+    from tests.support.quick import reopen_here
 
-    def logits(directory: Path) -> Tensor:
-        from optkit.artifact.open import Artifact
-
-        return check.probe_logits(Artifact.open(directory).executable())
-
-    monkeypatch.setattr(check, "reopened_logits", logits)
+    reopen_here(monkeypatch.setattr)
 
 
 @pytest.fixture(scope="session", autouse=True)

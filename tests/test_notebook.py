@@ -1,4 +1,4 @@
-"""The notebook in ``examples``: its cells run, in a process of their own, on a tiny model.
+"""The notebook in ``examples``: its cells run on a tiny model.
 
 As by papermill, the cell with the tag ``parameters`` is followed by other values. The value of a cell's last line is
 displayed as in a notebook, which calls ``_repr_html_``.
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
-import os
-import subprocess
-import sys
+import runpy
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support.model_directory import save_model
+from tests.support.quick import quick
 from tests.support.tiny_tokenizer import TEMPLATE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,8 +24,6 @@ NOTEBOOK = ROOT / "examples" / "first-steps.ipynb"
 PARAMETERS = 'MODEL, OUT, PROMPT_TOKENS, TEXT_TOKENS = "tiny", "made", 24, 1024'
 PREAMBLE = """
 import asyncio
-from tests.support.quick import quick
-quick()
 def display(value):
     if value is None:
         return
@@ -68,19 +65,16 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_cells_run_in_order_and_display_their_results(directory: Path) -> None:
-    variables = {"PYTHONPATH": str(ROOT), "OPTKIT_CACHE": str(directory / "cache"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", program()],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        cwd=directory,
-        env={**os.environ, **variables},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    shown = [line for line in done.stdout.splitlines() if line.startswith("DISPLAY")]
+def test_the_cells_run_in_order_and_display_their_results(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(directory)
+    monkeypatch.setenv("OPTKIT_CACHE", str(directory / "cache"))
+    quick(monkeypatch.setattr)
+    (directory / "cells.py").write_text(program())
+    runpy.run_path("cells.py")
+    printed = capsys.readouterr().out
+    shown = [line for line in printed.splitlines() if line.startswith("DISPLAY")]
     assert len(shown) == len([c for c in cells() if ends_with_a_value(c)]) - 1  # llm.close() shows nothing
     assert any("<td>fuse_qkv</td>" in line for line in shown)
     assert any("TTFT p50 ms" in line for line in shown)

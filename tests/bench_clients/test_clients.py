@@ -86,7 +86,7 @@ def test_optkit_s_numbers_are_means_by_the_tool_s_formulas() -> None:
     load = Load(("ab", "cd"), ((1, 2), (3, 4)), 2, 1)
     with FakeServer(script).run() as url:
         numbers = tools.optkit(Target(url, "m", Path()), load, "guidellm")
-    assert 50 <= numbers.ttft_ms < 500 and 20 <= numbers.itl_ms < 200
+    assert 50 <= numbers.ttft_ms < 500 and 15 <= numbers.itl_ms < 200  # the first token may be read late
     with FakeServer(lambda body: ["{"]).run() as url, pytest.raises(ToolError, match="2 requests failed"):
         tools.optkit(Target(url, "m", Path()), load, "aiperf")
 

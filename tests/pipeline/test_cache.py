@@ -19,20 +19,13 @@ from optkit.pipeline import cache, runner
 from optkit.pipeline.cache import PassCache
 from optkit.pipeline.driver import optimize
 from optkit.pipeline.step import Step
-from optkit.recipe.load import parse_recipe
 from tests.support.graphs import captured
 from tests.support.model_directory import save_model
 from tests.support.quick import quick
+from tests.support.small_runs import ONE_PROMPT, recipe
 
 FORK = multiprocessing.get_context("fork")  # one import of torch serves all
 PASSES = ("fuse_qkv", "int8")
-RECIPE = """
-schema_version: 1
-name: two
-workload: {prompt_tokens: [16], output_tokens: 4, batch: 1}
-runtime: {block_size: 8, max_num_batched_tokens: 32, kv_cache_bytes: 1MiB}
-passes: {fuse_qkv: {}, int8: {}}
-"""
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +78,7 @@ def logged(
 
 
 def run(source: Path, out: Path) -> None:
-    optimize(str(source), parse_recipe(RECIPE), out, final_tokens=512)
+    optimize(str(source), recipe("passes: {fuse_qkv: {}, int8: {}}", ONE_PROMPT), out, final_tokens=512)
 
 
 def digests(*outs: Path) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from optkit.pipeline.alternatives import Trial, place_data, planned, without_val
 from optkit.pipeline.candidates import file_text, read_model, read_places
 from optkit.pipeline.choice_here import predict_here
 from tests.support.graphs import apply, captured
-from tests.support.quick import quick
+from tests.support.quick import quick, reopen_here
 from tests.support.sample_artifact import int8_record, real_artifact, sample_run
 from tests.support.small_runs import recipe
 
@@ -39,10 +40,10 @@ def machine(of: Seconds) -> choice_here.StepSeconds:
     return step_seconds
 
 
-@pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An artifact of another machine with the candidates int8 (kept) and w4a8, of a model of nine layers."""
-    monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
+    root = tmp_path_factory.mktemp("choice")
     text = "objective: ttft\npasses: {layers: {one_of: [{int8: {}}, {w4a8: {}}]}}"
     settings, before = recipe(text), captured("llama", num_hidden_layers=9)
     (place,) = resolve_passes(settings)
@@ -56,13 +57,23 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         trials.append(Trial(passes, record, planned=without_values(graph)))
     missed = Trial(place.candidates[1], int8_record(name="a bound was missed"), planned=before)
     data = place_data(settings, without_values(before), [*trials, missed], trials[0], trials[0])
-    directory = real_artifact(tmp_path / "made", tmp_path / "source", settings.to_yaml(), sample_run())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OPTKIT_CACHE", str(root / "cache"))
+        reopen_here(patch.setattr)
+        directory = real_artifact(root / "made", root / "source", settings.to_yaml(), sample_run())
     (directory / CANDIDATES).write_text(file_text({"layers": data}))
     report = directory / "optkit" / "report.json"
     machine = {"machine": {"cpu": "Big CPU", "kernels": "avx512_vnni"}}
     report.write_text(json.dumps(json.loads(report.read_text()) | machine))
-    monkeypatch.setattr(measured_on, "kernels_here", lambda: "avx2")
     return directory
+
+
+@pytest.fixture
+def made(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of ``original`` of one's own."""
+    monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(measured_on, "kernels_here", lambda: "avx2")
+    return shutil.copytree(original, tmp_path / "made")
 
 
 def test_candidates_are_kept_as_few_layers_without_values(made: Path) -> None:

@@ -18,16 +18,9 @@ from optkit.artifact.open import Artifact
 from optkit.cli.main import run
 from tests.support.model_directory import save_model
 from tests.support.quick import quick
+from tests.support.small_runs import ONE_PROMPT, recipe_text
 
-RECIPE = """
-schema_version: 1
-name: small
-workload: {prompt_tokens: [16], output_tokens: 4, batch: 1}
-runtime: {block_size: 8, max_num_batched_tokens: 32, kv_cache_bytes: 1MiB}
-passes:
-  fuse_qkv: {}
-  int8: {}
-"""
+RECIPE = recipe_text("passes: {fuse_qkv: {}, int8: {}}\n", ONE_PROMPT)
 LIMIT = 20_000  # bytes of a file; the weights have more
 
 
@@ -51,9 +44,9 @@ def test_a_run_that_can_not_write_leaves_the_old_artifact_and_goes_on_later(
 ) -> None:
     monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
     quick(monkeypatch.setattr)
-    source, out, recipe = save_model(tmp_path / "tiny"), tmp_path / "out", tmp_path / "recipe.yaml"
-    recipe.write_text(RECIPE)
-    words = ["optimize", str(source), "-r", str(recipe), "-o", str(out), "--quality-tokens", "1024"]
+    source, out, file = save_model(tmp_path / "tiny"), tmp_path / "out", tmp_path / "recipe.yaml"
+    file.write_text(RECIPE)
+    words = ["optimize", str(source), "-r", str(file), "-o", str(out), "--quality-tokens", "1024"]
     with limited(LIMIT):  # the first state
         assert run(words) == 2
     assert refusal_of(capsys) == "File too large"

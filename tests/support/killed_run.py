@@ -1,6 +1,6 @@
 """A recipe run in a child process, killed on the way, and the messages about its work.
 
-``python -m tests.support.killed_run SOURCE OUT LOG PHASE DELAY`` runs ``RECIPE`` and ends by SIGKILL, DELAY seconds
+``python -m tests.support.killed_run SOURCE OUT LOG PHASE DELAY`` runs ``RUN_PASSES`` and ends by SIGKILL, DELAY seconds
 into PHASE or at the end of PHASE, the earlier of the two. If PHASE is already finished, the next unfinished phase
 counts. Phases are ``capture``, the passes, ``whole`` and ``write``. Every message goes to LOG, a JSON list a line,
 before the announced work begins.
@@ -22,16 +22,12 @@ from pathlib import Path
 import torch
 
 from optkit.pipeline.driver import optimize
-from optkit.recipe.load import parse_recipe
 from tests.support.quick import quick
+from tests.support.small_runs import ONE_PROMPT, recipe
 
 PASSES = ("fuse_qkv", "prune_ffn", "smoothquant", "awq", "mixed_precision", "kv_int8")
 PHASES = ("capture", *PASSES, "whole", "write")
-RECIPE = """
-schema_version: 1
-name: six
-workload: {prompt_tokens: [16], output_tokens: 4, batch: 1}
-runtime: {block_size: 8, max_num_batched_tokens: 32, kv_cache_bytes: 1MiB}
+RUN_PASSES = """
 passes:
   fuse_qkv: {}
   prune_ffn: {ffn: 0.3, multiple: 32, calibration: {samples: 4, length: 32}}
@@ -62,7 +58,9 @@ def run(source: Path, out: Path, hear: Callable[[Message], None] | None = None) 
         if hear:
             hear(messages[-1])
 
-    optimize(str(source), parse_recipe(RECIPE), out, force=True, progress=progress, final_tokens=512)
+    optimize(
+        str(source), recipe(RUN_PASSES, ONE_PROMPT), out, force=True, progress=progress, final_tokens=512
+    )
     return messages
 
 

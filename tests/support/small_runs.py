@@ -18,6 +18,7 @@ from tests.support.model_directory import VOCABULARY
 from tests.support.target import TARGET
 
 WORKLOAD = "workload: {prompt_tokens: [24, 40], output_tokens: 4, batch: 2}"
+ONE_PROMPT = "workload: {prompt_tokens: [16], output_tokens: 4, batch: 1}"
 HEAD = """
 schema_version: 1
 name: test
@@ -36,7 +37,11 @@ IDS = random_ids([31], VOCABULARY)[0]
 
 
 def recipe(text: str, workload: str = WORKLOAD) -> Recipe:
-    return parse_recipe(f"{HEAD}{workload}\n{text}")
+    return parse_recipe(recipe_text(text, workload))
+
+
+def recipe_text(text: str, workload: str = WORKLOAD) -> str:
+    return f"{HEAD}{workload}\n{text}"
 
 
 def run(source: Path, out: Path, text: str, workload: str = WORKLOAD, **options: Any) -> RunRecord:
