@@ -139,7 +139,7 @@ def measured(engine: Engine, lengths: Iterable[int]) -> Times:
 class Row:
     """A scheme: bytes and both least times as shares of those of int8, and quality; None where not measured."""
 
-    bytes: float = 1.0
+    bytes: float | None = None
     quality: Quality | None = None
     fewer_tokens: Estimate | None = None
     same_products: Estimate | None = None
@@ -222,4 +222,5 @@ def show(rows: Mapping[str, Row]) -> None:
             f"{each.value:7.3f} ± {each.stderr:.3f}" if each else f"{'':15}"
             for each in (row.fewer_tokens, row.same_products)
         ]
-        print(f"{name:28} {row.bytes:5.2f}x {quality} {' '.join(times)}")
+        size = f"{row.bytes:5.2f}x" if row.bytes else f"{'':6}"
+        print(f"{name:28} {size} {quality} {' '.join(times)}")
