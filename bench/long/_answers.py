@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import os
@@ -19,6 +20,21 @@ from optkit.text.tokenizer import Tokenizer
 
 PROMPTS = Path(__file__).with_name("prompts.json")
 PLAIN, GUESSED = "plain", "guessed"
+
+
+def parser(name: str, description: str | None, parts: Sequence[str]) -> argparse.ArgumentParser:
+    """The options of a figure of answers with and without guesses; ``parts`` are the values of ``--only``."""
+    made = argparse.ArgumentParser(
+        prog=f"python -m bench.long {name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("artifact")
+    made.add_argument("--only", choices=parts, action="append", help="a part; may be repeated")
+    made.add_argument("--method", default="suffix", help="a value of --speculative-model")
+    made.add_argument("--guesses", type=int, default=None, help="most guesses of a step")
+    made.add_argument("--save-result", type=Path)
+    return made
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,12 @@ top_p 0.9 and a repetition penalty over the last tokens, with a line for each pe
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 from bench.bounds import beyond, print_numbers
-from bench.long._answers import GUESSED, PLAIN, Answer, Chats, both, distinct, engines, load
+from bench.long._answers import GUESSED, PLAIN, Answer, Chats, both, distinct, engines, load, parser
 from optkit.bench.environment import environment
 from optkit.runtime.types import SamplingParams
 
@@ -28,6 +26,7 @@ PROMPTS = (
     "Write a complete Python module that implements a text adventure game, with comments.",
     "Write a long dialogue between two engineers who design a bridge.",
 )
+PARTS = ("greedy", "sampled")
 TOKENS, SAMPLED_TOKENS = 5000, 1000  # of an answer
 PENALTIES = ((1.0, -1), (1.1, 1024), (1.2, 1024))  # factor, and how many tokens it looks back
 MOST = {"greedy: time": 0.5, "different answers": 0}
@@ -35,27 +34,16 @@ LEAST = {f"sampled, penalty {factor:g}: gain": 1.0 for factor, _ in PENALTIES}
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.long generation",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("artifact")
-    parser.add_argument(
-        "--only", choices=("greedy", "sampled"), action="append", help="a part; may be repeated"
-    )
-    parser.add_argument("--method", default="suffix", help="a value of --speculative-model")
-    parser.add_argument("--guesses", type=int, default=None, help="most guesses of a step")
-    parser.add_argument(
+    options = parser("generation", __doc__, PARTS)
+    options.add_argument(
         "--tokens", type=int, default=None, help=f"of an answer: {TOKENS}, sampled {SAMPLED_TOKENS}"
     )
-    parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="how many of the prompts")
-    parser.add_argument("--save-result", type=Path)
-    args = parser.parse_args(arguments)
+    options.add_argument("--prompts", type=int, default=len(PROMPTS), help="how many of the prompts")
+    args = options.parse_args(arguments)
     sides = engines(args.artifact, args.method, max_num_seqs=1, num_speculative_tokens=args.guesses)
     chats = Chats(args.artifact)
     prompts = [chats.prompt([{"role": "user", "content": text}]) for text in PROMPTS[: args.prompts]]
-    parts = args.only or ("greedy", "sampled")
+    parts = args.only or PARTS
     result: dict[str, Any] = {"different answers": 0}
     if "greedy" in parts:
         greedy = SamplingParams(max_tokens=args.tokens or TOKENS, temperature=0.0)

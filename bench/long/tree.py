@@ -11,21 +11,20 @@ token on, the best of the rounds, so prefill is left out. Exit code 1: a bound i
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from bench.bounds import beyond, print_numbers
-from bench.long._answers import GUESSED, PLAIN, Answer, Chats, both, engines, kinds, load
+from bench.long._answers import GUESSED, PLAIN, Answer, Chats, both, engines, kinds, load, parser
 from optkit.bench.environment import environment
 from optkit.runtime.engine import Engine
 from optkit.runtime.factory import open_engine
 from optkit.runtime.types import Batch, EngineRequest, SamplingParams, ScheduledRequest
 
+PARTS = ("rows", "kinds")
 TOKENS = 256  # of an answer, at most
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 CONTEXTS = (256, 2000)
@@ -34,21 +33,12 @@ SAME = {"different answers": 0}
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.long tree",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("artifact")
-    parser.add_argument("--only", choices=("rows", "kinds"), action="append", help="a part; may be repeated")
-    parser.add_argument("--method", default="suffix", help="a value of --speculative-model")
-    parser.add_argument("--guesses", type=int, default=None, help="most guesses of a step")
-    parser.add_argument("--tokens", type=int, default=TOKENS, help="of an answer, at most")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--kind", action="append", help="one of the six kinds; may be repeated")
-    parser.add_argument("--save-result", type=Path)
-    args = parser.parse_args(arguments)
-    parts = args.only or ("rows", "kinds")
+    options = parser("tree", __doc__, PARTS)
+    options.add_argument("--tokens", type=int, default=TOKENS, help="of an answer, at most")
+    options.add_argument("--rounds", type=int, default=2)
+    options.add_argument("--kind", action="append", help="one of the six kinds; may be repeated")
+    args = options.parse_args(arguments)
+    parts = args.only or PARTS
     result: dict[str, Any] = {}
     if "rows" in parts:
         result |= rows(args.artifact)
