@@ -73,6 +73,8 @@ class PruneFFN(Pass):
         for node in graph.calls(reference.expert_linear):
             plan.skips.append(Skip(f"experts {node.name}", "mixture-of-experts weights are not pruned"))
         self.all_or_none(graph, plan)
+        if not (plan.sites or plan.skips):
+            plan.skips.append(Skip("feed-forward parts", "no layer multiplies a gate and up (SwiGLU, GeGLU)"))
         return plan
 
     def all_or_none(self, graph: Graph, plan: Plan) -> None:

@@ -172,7 +172,7 @@ def shared_pool(model: Executable, points: Sequence[Point], recipe: Recipe) -> M
         return None
     block = recipe.runtime.block_size
     blocks = max(blocks_per_sequence(point, block) * point.sequences for point in points)
-    return ModelRunner(model, blocks, block)
+    return ModelRunner(model, blocks, block, num_slots=max(point.sequences for point in points))
 
 
 def blocks_per_sequence(point: Point, block_size: int) -> int:
@@ -208,21 +208,20 @@ def step_function(
 
 def runner_for(model: Executable, num_blocks: int, recipe: Recipe, batches: Sequence[Batch]) -> ModelRunner:
     """A runner with a pool of ``num_blocks`` blocks; on a GPU with captured graphs of ``batches``."""
-    block = recipe.runtime.block_size
+    block, sequences = recipe.runtime.block_size, len(batches[0].items)
     if model.device.type != "cuda":
-        return ModelRunner(model, num_blocks, block)
+        return ModelRunner(model, num_blocks, block, num_slots=sequences)
     from optkit.runtime.cuda.buckets import Buckets
     from optkit.runtime.cuda.device import CudaDevice
     from optkit.runtime.cuda.layout import StepShape
     from optkit.runtime.cuda.runner import GraphRunner
     from optkit.runtime.cuda.sampling import sampler
 
-    sequences = len(batches[0].items)
     longest = num_blocks // sequences
     sizes = {batch.num_tokens for batch in batches}
     largest = StepShape(max(sizes), sequences, longest)
     sample, gpu = sampler(get_target(recipe.target)), CudaDevice(model.device.index or 0)
-    runner = GraphRunner(model, num_blocks, block, gpu, largest, sample)
+    runner = GraphRunner(model, num_blocks, block, gpu, largest, sample, num_slots=sequences)
     decodes = tuple(sizes & {sequences})
     runner.capture(Buckets(decodes, tuple(sorted(sizes - {sequences})), sequences, longest))
     return runner
@@ -241,10 +240,12 @@ def runs(runner: ModelRunner, batches: Sequence[Batch]) -> Callable[[], None]:
 
 
 def sequence(index: int, length: int, computed: int, blocks: int, vocabulary: int) -> Request:
-    """A request of ``length`` arbitrary tokens; the first ``computed`` tokens already have KV blocks."""
+    """A request of ``length`` arbitrary tokens; the first ``computed`` tokens already have KV blocks, or a state."""
     tokens = [((7 + 13 * i + index) % 1000 + 3) % vocabulary for i in range(length)]
     request = EngineRequest(
         request_id=str(index), prompt_ids=tuple(tokens), sampling=SamplingParams(max_tokens=1), arrival=0.0
     )
     table = list(range(index * blocks, (index + 1) * blocks))
-    return Request(request, tokens, num_computed=computed, block_tables=[table], first_blocks=[0])
+    return Request(
+        request, tokens, num_computed=computed, block_tables=[table], first_blocks=[0], state_slot=index
+    )

@@ -18,9 +18,10 @@ def bound_to_positions(graph: Graph) -> str:
         return "layers have a recurrent state, which is computed from all tokens"
     if any(visible(node) for node in graph.calls(*ATTENTION)):
         return "layers have windows or chunks of their own"
+    by_distance = set(graph.calls(*ATTENTION))  # a tree of guesses counts from the first new token
     for node in graph.fx.nodes:
         if node.op == "placeholder" and node.target == "positions":
-            other = [user for user in node.users if user.target is not reference.rope_table]
+            other = [u for u in node.users if u not in by_distance and u.target is not reference.rope_table]
             if other:
                 return f"{op_name(other[0])} reads the positions themselves, as learned positions do"
     return ""

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from optkit.evaluation import speed
-from optkit.evaluation.speed import StepTime, interleaved, workload_points
+from optkit.evaluation.speed import StepTime, interleaved, measure_pair, step_function, workload_points
 from optkit.graph.shapes import Point
+from optkit.lowering.lower import lower
 from optkit.recipe.load import parse_recipe
+from tests.support.graphs import captured
 
 
 def test_timing_of_gives_median_and_quartiles_as_numpy() -> None:
@@ -55,3 +57,14 @@ def test_interleaved_repeats_short_steps(now: list[float]) -> None:
     (found,) = interleaved(steps(now, order, {"a": 0.01}), rounds=2)
     assert len(order) == 2 + 2 * 20  # 0.4 s in two rounds
     assert found == pytest.approx([0.01, 0.01])
+
+
+@pytest.mark.parametrize("name", ["mamba", "bamba"])
+def test_steps_of_models_with_recurrent_states_run(name: str) -> None:
+    """Each sequence has a state of its own, in a runner for one point and in one for all points."""
+    text = "schema_version: 1\nname: a\npasses: {}\nworkload: {prompt_tokens: [20], batch: 3}\n"
+    recipe, model = parse_recipe(text), lower(captured(name))
+    for point in workload_points(recipe):
+        step_function(model, point, recipe)()
+    times = measure_pair(model, model, recipe, lambda times: True).before
+    assert set(times) == {point.label for point in workload_points(recipe)}

@@ -96,6 +96,7 @@ def test_it_composes_with_a_quantizer() -> None:
         ("llama", {"ffn": 0.1, "multiple": 96}, "are as many in multiples of 96"),
         ("llama", {"ffn": 0.9}, "nothing would be left"),
         ("mixtral", {}, "mixture-of-experts"),
+        ("gpt2", {}, "no layer multiplies a gate and up"),
     ],
 )
 def test_what_cannot_be_pruned_is_left_alone(name: str, options: dict[str, float], reason: str) -> None:

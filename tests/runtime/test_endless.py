@@ -20,11 +20,15 @@ from optkit.runtime.engine import Engine
 from optkit.runtime.kv.offload import MemoryBlocks
 from optkit.runtime.kv.rolling import Rolling, RollingWindow
 from optkit.runtime.runner import ModelRunner
+from optkit.runtime.sampling.recycling import Recycled
 from optkit.runtime.scheduling.scheduler import Proposer, SchedulerConfig
+from optkit.runtime.tree_graph import with_positions
 from optkit.runtime.types import EngineRefusal, EngineRequest, SamplingParams, TokenOutput
+from tests.runtime.sampling.test_tree_speculator import Priced
 from tests.runtime.test_captured_model import HalfRight, Poisoned
 from tests.support.architectures import tiny_model
 from tests.support.graphs import apply, captured
+from tests.support.speculation import Untimed, needs_native
 from tests.support.target import TARGET
 
 BLOCK, CONTEXT = 4, 40
@@ -169,6 +173,22 @@ def test_tokens_are_the_same_alone_and_in_company(passes: tuple[str, ...]) -> No
     right = {f"generate-{number}": answer for number, answer in enumerate(alone)}
     guessing = engine(model, proposer=HalfRight(right, branches=False))
     assert served(guessing, prompts, params)[0] == alone
+    assert sum(guessing.stats().spec_decode_accepted_per_pos) > 50
+
+
+@needs_native
+@pytest.mark.parametrize("passes", [("flash_attention",), ("flash_attention", "kv_int8")])
+def test_a_model_that_takes_trees_of_guesses_may_forget(passes: tuple[str, ...]) -> None:
+    """The graph of ``--speculative-model suffix``, whose attention reads positions, for their distances alone."""
+    graph = captured("llama")
+    for each in passes:
+        apply(graph, each)
+    plain, trees, prompts = lower(graph, TARGET), lower(with_positions(graph), TARGET), prompts_of(128)
+    assert trees.keeps_all == ""
+    params = [SamplingParams(max_tokens=200, temperature=0.0)] * 5
+    speculator = Untimed(Priced(0.001), 12, recycled=Recycled(), max_cached_requests=8)
+    guessing = engine(trees, proposer=speculator)
+    assert served(guessing, prompts, params)[0] == served(engine(plain), prompts, params)[0]
     assert sum(guessing.stats().spec_decode_accepted_per_pos) > 50
 
 
