@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from optkit.evaluation.quality import Estimate, PositionScore, QualityReport
     from optkit.evaluation.served import ServedReport
 
+TOKENS, GREEDY_TOKENS = 20480, 64  # defaults
 CHARACTERS = 4  # per token, about, for a text tokenized by the server
 Lines = list[tuple[str, str]]
 
@@ -38,7 +39,7 @@ def eval_command(
         Path | None,
         typer.Option(help="UTF-8 text file, at most 64 MiB. Default: the held-out text shipped with optkit."),
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Number of tokens to score.", min=1024)] = 20480,
+    tokens: Annotated[int, typer.Option(help="Number of tokens to score.", min=1024)] = TOKENS,
     greedy_tokens: Annotated[
         int,
         typer.Option(
@@ -46,7 +47,7 @@ def eval_command(
             min=0,
             max=1 << 16,
         ),
-    ] = 64,
+    ] = GREEDY_TOKENS,
     long: Annotated[
         bool,
         typer.Option(
@@ -108,6 +109,12 @@ def eval_command(
     if long and text is not None:
         raise UserError(
             "the text of long documents is shipped", where="--text", fix="leave out --text or --long"
+        )
+    if long and (tokens, greedy_tokens) != (TOKENS, GREEDY_TOKENS):
+        raise UserError(
+            "count tokens of short windows, not of long documents",
+            where="--tokens and --greedy-tokens",
+            fix="give --lengths and --documents, or leave out --long",
         )
     with console.spinner("loading") as progress:
         from optkit.evaluation.text import read_text

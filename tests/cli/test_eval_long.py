@@ -74,6 +74,8 @@ def test_without_a_reference_the_model_is_scored_alone(capsys: pytest.CaptureFix
         (["artifact", "--long", "--lengths", "4096"], "more than the context of 1024"),
         (["artifact", "--long", "--lengths", "100"], "100 are too few"),
         (["artifact", "--long", "--text", "some.txt"], "shipped"),
+        (["artifact", "--long", "--tokens", "2048"], "count tokens of short windows"),
+        (["artifact", "--long", "--greedy-tokens", "0"], "count tokens of short windows"),
         (["http://127.0.0.1:9", "--long"], "tokenizer"),
     ],
 )

@@ -86,7 +86,7 @@ class Assembler:
             raise UserError(
                 f"a document of the task {task} needs {length - room} tokens, {length} are too few",
                 where="long evaluation",
-                fix="ask for longer documents",
+                fix=f"give --lengths from {length - room} on, if the model's context allows",
             )
         pieces = self._fill(draft.filler, room)
         context = (*heading, *chain.from_iterable(_woven(pieces, evidence)))
