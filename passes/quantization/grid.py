@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 HALF = torch.finfo(torch.float16)
+NUMBERS_AT_ONCE = 1 << 24  # weights that are rounded together: 64 MB in float32, and a few copies
 
 
 class Grid(Protocol):
@@ -129,9 +130,18 @@ def nearest_codes(weight: Tensor, scale: Tensor, minimum: Tensor, grid: Grid) ->
 
 
 def round_to_nearest(weight: Tensor, grid: Grid) -> QuantizedWeight:
-    """Round every weight of [N, K] to the nearest level of the group's grid (RTN)."""
-    weight = weight.to(torch.float32)
+    """Round every weight of [N, K] to the nearest level of the group's grid (RTN).
+
+    Rows are rounded some at a time, since float32 copies of a whole output head are gigabytes.
+    """
+    rows = max(1, NUMBERS_AT_ONCE // max(1, weight.shape[1]))
+    parts = [_rounded_rows(part.to(torch.float32), grid) for part in weight.split(rows)]
+    return QuantizedWeight(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def _rounded_rows(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [n, K] uint8, scales and minimums [n, G] of rows [n, K] float32."""
     scale, minimum = fit_groups(weight, grid)
     group = group_of(weight.shape[1], grid.group_size)
     codes = nearest_codes(weight, scale[:, group], minimum[:, group], grid)
-    return QuantizedWeight(codes.to(torch.uint8), scale, minimum)
+    return codes.to(torch.uint8), scale, minimum

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from optkit.passes.quantization import grid as quantization_grid
 from optkit.passes.quantization.grid import IntegerGrid, fit_groups, round_to_nearest, runs
 from optkit.passes.quantization.int4_grid import Int4Grid, quantize_int4
 
@@ -16,8 +17,12 @@ def weight(n: int = 8, k: int = 96) -> torch.Tensor:
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("group_size", [0, 32])
-def test_no_weight_moves_by_more_than_half_a_step(bits: int, symmetric: bool, group_size: int) -> None:
-    """But for the end that a symmetric grid misses by half a step more, and float16 scales."""
+@pytest.mark.parametrize("rows", [1, 3, 8, 100])
+def test_no_weight_moves_by_more_than_half_a_step(
+    bits: int, symmetric: bool, group_size: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the end that a symmetric grid misses by half a step more, and float16 scales; rows some at a time."""
+    monkeypatch.setattr(quantization_grid, "NUMBERS_AT_ONCE", 96 * rows)
     grid, w = IntegerGrid(bits, group_size, symmetric), weight()
     found = round_to_nearest(w, grid)
     steps = found.scale.repeat_interleave(group_size or 96, dim=1)
@@ -34,6 +39,14 @@ def test_symmetric_levels_lie_around_zero_and_asymmetric_ones_reach_both_ends() 
     zero = -skewed.minimum / skewed.scale
     assert zero[0, 0] == pytest.approx(4.0)  # an integer: -(-1) / (4 / 15) = 3.75, rounded
     assert skewed.dequantize(0)[0, 1] == 0
+
+
+def test_a_whole_row_is_rounded_at_once_however_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantization_grid, "NUMBERS_AT_ONCE", 10)
+    found, w = round_to_nearest(weight().bfloat16(), IntegerGrid(8, 0)), weight().bfloat16().double()
+    scale = (w.abs().amax(1, keepdim=True) / 127).float().half().double()
+    assert found.codes.shape == w.shape and found.scale.shape == (8, 1)
+    assert ((found.codes.double() - 128) * scale - w).abs().max() <= 0.51 * scale.max()
 
 
 def test_int8_leaves_the_lowest_code_out() -> None:
