@@ -25,7 +25,9 @@ def test_timed_steps_are_replays(point: Point, monkeypatch: pytest.MonkeyPatch) 
     captured(TINY)  # torch.export asks a driver for the state of its generators, if there is a GPU
     runners = []
     made = GraphRunner.__init__
-    monkeypatch.setattr(GraphRunner, "__init__", lambda self, *a: made(self, *a) or runners.append(self))
+    monkeypatch.setattr(
+        GraphRunner, "__init__", lambda self, *a, **options: made(self, *a, **options) or runners.append(self)
+    )
     with rehearsal("meta"):
         model = build(TINY, "fp8", get_target("cuda-h200"), CudaDevice().torch_device, torch.bfloat16)
         step = step_function(model, point, RECIPE)
