@@ -1,7 +1,8 @@
-"""Command line of a package of figures: one module a figure, each with ``main(arguments) -> exit code``."""
+"""Command lines of figures, and of a package of figures: one module a figure with ``main(arguments) -> exit code``."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import pkgutil
 from collections.abc import Sequence
@@ -36,3 +37,12 @@ def run(package: ModuleType, arguments: Sequence[str]) -> int:
         )
         return 0 if arguments[:1] in ([], ["--help"], ["-h"]) else 2
     return int(importlib.import_module(f"{package.__name__}.{arguments[0]}").main(list(arguments[1:])))
+
+
+def command_line(command: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser of ``python -m COMMAND``, whose help has the lines of ``description`` as they are."""
+    return argparse.ArgumentParser(
+        prog=f"python -m {command}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )

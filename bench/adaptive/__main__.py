@@ -12,7 +12,6 @@ the load, or move more than once a minute in a steady load.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from typing import Any
 
 from bench.adaptive.ablation import COSTS, SEEDS, compare, missed
 from bench.adaptive.load import MIXES
+from bench.figures import command_line
 from optkit.bench.environment import environment
 from optkit.tune.calibration import measured_in_a_process
 
@@ -29,11 +29,7 @@ SECONDS = 60.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.adaptive",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("bench.adaptive", __doc__)
     parser.add_argument("--artifact", type=Path, help="measure the times of steps of this artifact first")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of each rate (default: %(default)g)")
     parser.add_argument("--seeds", type=int, default=len(SEEDS), choices=range(1, len(SEEDS) + 1))

@@ -26,6 +26,7 @@ import numpy as np
 
 from bench.clients import tools
 from bench.clients.tools import Load, Numbers, Target
+from bench.figures import command_line
 from optkit.bench.environment import environment
 from optkit.bench.prompts import PromptSource
 from optkit.bench.servers import free_port, model_name, optkit_command, running
@@ -45,11 +46,7 @@ RUN: dict[str, Callable[[Path, Target, Load, Path], Numbers]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.clients",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("bench.clients", __doc__)
     parser.add_argument("artifact", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=20, help="of each tool in each round")

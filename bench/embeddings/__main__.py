@@ -11,7 +11,6 @@ missed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from typing import Any
 
 from bench.bounds import beyond, print_numbers
 from bench.embeddings import measure
+from bench.figures import command_line
 from optkit.artifact.open import Artifact
 from optkit.bench.environment import environment
 from optkit.checkpoint.locate import resolve
@@ -38,11 +38,7 @@ LEAST = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.embeddings",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("bench.embeddings", __doc__)
     parser.add_argument("artifact")
     parser.add_argument("--model", help="the artifact's model, for the part fidelity: a name or a directory")
     parser.add_argument("--only", choices=PARTS, action="append", help="a part; may be repeated")

@@ -20,6 +20,7 @@ from typing import Any
 
 from bench.bounds import beyond, print_numbers
 from bench.false_alarms import resplit
+from bench.figures import command_line
 from optkit.bench.environment import environment
 from optkit.bench.result import BenchResult
 from optkit.bench.run import artifact_side, run_bench
@@ -32,11 +33,7 @@ LIVE_ROUNDS = 8
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.false_alarms",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("bench.false_alarms", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     again = commands.add_parser("resplit", help="split the stored rounds at random")
     again.add_argument("--stored", type=Path, default=resplit.STORED)

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.bounds import beyond, print_numbers
+from bench.figures import command_line
 from optkit.artifact.open import Artifact
 from optkit.fleet.digests import Chains, Prompt
 from optkit.fleet.placement import Placement
@@ -356,11 +357,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.fleet.disaggregation",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("bench.fleet.disaggregation", __doc__)
     parser.add_argument("artifact", type=Path)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to measure (all)")
     parser.add_argument("--rounds", type=int, default=9, help="pairs of each length (9)")

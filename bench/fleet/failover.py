@@ -33,6 +33,7 @@ from typing import Any
 import msgspec
 
 from bench.bounds import beyond, print_numbers
+from bench.figures import command_line
 from bench.fleet.local_fleet import ProcessFleet, ProcessReplica
 from optkit.fleet.mock import MOCK_FACTORY, MockModel
 from optkit.recipe.engine_options import EngineOptions
@@ -69,11 +70,7 @@ class Heard:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.fleet.failover",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("bench.fleet.failover", __doc__)
     parser.add_argument("--artifact", type=Path, help="serve it in place of the mock model")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--replicas", type=int, default=2)

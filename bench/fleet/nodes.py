@@ -9,7 +9,6 @@ with all that runs there, and then another node joins. Exit code 1: a bound is m
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.bounds import beyond, print_numbers
+from bench.figures import command_line
 from bench.fleet.failover import Heard, note
 from bench.fleet.ray_clusters import Nodes, several_nodes
 from bench.fleet.update import mock_config
@@ -36,11 +36,7 @@ MOST = {"client errors": 0.0, "answers that differ": 0.0, "longest pause, s": 6.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.fleet nodes",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("bench.fleet nodes", __doc__)
     parser.add_argument("--kills", type=int, default=1)
     parser.add_argument("--streams", type=int, default=6)
     parser.add_argument("--save-result", type=Path)

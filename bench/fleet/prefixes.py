@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.bounds import beyond, print_numbers
+from bench.figures import command_line
 from optkit.artifact.open import Artifact
 from optkit.fleet.engine import FleetEngine
 from optkit.fleet.local import LocalReplica
@@ -49,11 +50,7 @@ Send = Callable[[EngineRequest], AsyncIterator[TokenOutput]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.fleet prefixes",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("bench.fleet prefixes", __doc__)
     parser.add_argument("--artifact", type=Path, default=Path("artifact"))
     parser.add_argument("--requests", type=int, default=96)
     parser.add_argument("--clients", type=int, default=6)

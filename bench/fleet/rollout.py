@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from bench.bounds import beyond, print_numbers
+from bench.figures import command_line
 from bench.fleet.failover import p95
 from bench.fleet.local_fleet import LocalControl, ProcessFleet, ProcessReplica
 from optkit.fleet.mock import MOCK_FACTORY, MockModel
@@ -40,11 +41,7 @@ MOST = {"failed": 0.0, "mixed answers": 0.0, "ttft p95, ratio": 2.0, "other end 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.fleet.rollout",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("bench.fleet.rollout", __doc__)
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--rate", type=float, default=8.0, help="requests a second")
     parser.add_argument("--replicas", type=int, default=2)

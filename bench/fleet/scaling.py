@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from bench.bounds import beyond, print_numbers
+from bench.figures import command_line
 from bench.fleet.failover import p95
 from bench.fleet.local_fleet import ProcessFleet
 from optkit.fleet.autoscale import AutoscaleConfig, Meter, ReplicaLoad, ScaleState, decide
@@ -45,11 +46,7 @@ LEAST = {"most replicas": 3.0}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.fleet.scaling",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("bench.fleet.scaling", __doc__)
     parser.add_argument(
         "--low-rate", type=float, default=1.5, help="requests a second before and after the step"
     )

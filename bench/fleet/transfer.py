@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 
 from bench.bounds import beyond, print_numbers
+from bench.figures import command_line
 from optkit.fleet.kv_wire import Identity, TransferError
 from optkit.fleet.transfer import Pulled, TransferClient, TransferServer, parse_address
 from optkit.graph.states import KVSpec
@@ -225,11 +226,7 @@ def flips(number: int, num_tokens: int = 256) -> dict[str, Any]:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.fleet.transfer",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("bench.fleet.transfer", __doc__)
     parser.add_argument("--layers", type=int, default=30, help="layers of the model (30)")
     parser.add_argument("--dtype", default="int8", help="of the KV: int8, float32, bfloat16 (int8)")
     parser.add_argument("--tokens", type=int, default=1920, help="tokens of the prefix (1920)")

@@ -28,6 +28,7 @@ import httpx
 import msgspec
 
 from bench.bounds import beyond, print_numbers
+from bench.figures import command_line
 from bench.fleet.failover import p95
 from bench.fleet.ray_clusters import Head, free_port, head_node
 from bench.fleet.rollout import MOST, OLD, OUTPUT, asked
@@ -56,11 +57,7 @@ Ask = Callable[[int], Awaitable[Heard]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.fleet update",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("bench.fleet update", __doc__)
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--rate", type=float, default=8.0, help="requests a second")
     parser.add_argument("--replicas", type=int, default=2)

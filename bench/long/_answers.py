@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.figures import command_line
 from optkit.artifact.open import Artifact
 from optkit.runtime.engine import Engine
 from optkit.runtime.factory import open_engine
@@ -24,11 +25,7 @@ PLAIN, GUESSED = "plain", "guessed"
 
 def parser(name: str, description: str | None, parts: Sequence[str]) -> argparse.ArgumentParser:
     """The options of a figure of answers with and without guesses; ``parts`` are the values of ``--only``."""
-    made = argparse.ArgumentParser(
-        prog=f"python -m bench.long {name}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    made = command_line(f"bench.long {name}", description)
     made.add_argument("artifact")
     made.add_argument("--only", choices=parts, action="append", help="a part; may be repeated")
     made.add_argument("--method", default="suffix", help="a value of --speculative-model")

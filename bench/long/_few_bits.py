@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from optkit.evaluation.quality import Estimate, compare_rows, mean_estimate
+from optkit.kernels.reference import dequantize_kv, quantize_kv
 
 BLOCK = 32  # tokens
 PARAMETER_BYTES = 4  # a scale and a zero point, in half precision
@@ -57,8 +58,7 @@ def rounded(x: Tensor, bits: int, dim: int) -> Tensor:
 
 def int8_rows(x: Tensor) -> Tensor:
     """``x`` [..., D] as in an int8 pool."""
-    scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-12) / 127
-    return (x / scale).round() * scale
+    return dequantize_kv(quantize_kv(x))
 
 
 def packed(x: Tensor, bits: int, channel: bool, group: int) -> Tensor:

@@ -14,11 +14,11 @@ lowers p50 at 0.3 of the capacity or raises throughput by more than ``SAME``, or
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Sequence
 
 from bench.adaptive.ablation import COSTS
+from bench.figures import command_line
 from bench.plan.sweep import gathered
 from optkit.bench.records import RequestRecord
 from optkit.bench.workload import BenchRequest
@@ -36,11 +36,7 @@ FINE = range(24, 400, 4)  # fixed chunks among which the best one is searched
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.long batching",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("bench.long batching", __doc__)
     parser.parse_args(argv)
     missed = [*waits(), *chunks()]
     print("\n".join(f"MISSED {line}" for line in missed) or "done")

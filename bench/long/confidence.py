@@ -17,7 +17,6 @@ The rule pays in greedy answers where a threshold reaches the agreement of the w
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -26,6 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bench.figures import command_line
 from optkit.artifact.open import Artifact
 from optkit.bench.environment import environment
 from optkit.capture import capture_directory
@@ -81,11 +81,7 @@ class Row:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.long confidence",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("bench.long confidence", __doc__)
     parser.add_argument("--narrow", type=Path, default=Path("artifact-edge"))
     parser.add_argument("--group-size", type=int, help="make the narrow form, with this group size")
     parser.add_argument("--wide", type=Path, default=Path("artifact"))

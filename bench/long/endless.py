@@ -14,7 +14,6 @@ at any position. Exit code 1: a bound is missed.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import resource
 import statistics
@@ -23,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bench.bounds import beyond, print_numbers
+from bench.figures import command_line
 from optkit.runtime.engine import Engine
 from optkit.runtime.factory import open_engine
 from optkit.runtime.kv.rolling import RollingWindow
@@ -44,11 +44,7 @@ MOST = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.long endless",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("bench.long endless", __doc__)
     parser.add_argument("artifact")
     parser.add_argument("--only", choices=PARTS, action="append", help="a part; may be repeated")
     parser.add_argument("--tokens", type=int, default=20_000, help="of the long answer")

@@ -12,13 +12,13 @@ the loss by forgetting is below ``LEAST_LOSS``, or forgetting moves the logarith
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.figures import command_line
 from bench.long.evicting import EvictingLogits
 from optkit.artifact.open import Artifact
 from optkit.bench.environment import environment
@@ -35,11 +35,7 @@ TEXT_WINDOWS = ((512, 8), (4096, 2))  # tokens, count
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.long evaluation",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("bench.long evaluation", __doc__)
     parser.add_argument("--artifact", type=Path, default=Path("artifact"))
     parser.add_argument("--lengths", default="1024,2048,4096", help="tokens (default: %(default)s)")
     parser.add_argument("--documents", type=int, default=1, help="of each task and length")

@@ -17,7 +17,6 @@ tokens, leaves less than ``LEAST`` of the gain.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import time
@@ -30,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.figures import command_line
 from optkit.bench.environment import environment
 from optkit.checkpoint.locate import resolve
 from optkit.evaluation.long.document import Document, Question
@@ -217,11 +217,7 @@ def exact_kept(rows: Sequence[Row]) -> Estimate:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.long eviction",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("bench.long eviction", __doc__)
     parser.add_argument("model")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048])
     parser.add_argument("--tasks", nargs="+", default=[], help="default: all seven")

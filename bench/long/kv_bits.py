@@ -21,7 +21,6 @@ Exit code 1: no scheme has a KL divergence of at most ``MOST_KL`` with at most `
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -30,12 +29,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from bench.figures import command_line
 from bench.long._answers import load
 from bench.long._few_bits import INT8, SCHEMES, Quality, qualities
 from optkit.bench.environment import environment
 from optkit.checkpoint.locate import resolve
 from optkit.errors import UserError
-from optkit.evaluation.quality import Estimate, evaluation_windows
+from optkit.evaluation.quality import Estimate, evaluation_windows, mean_estimate
 from optkit.kernels.reference import KV_SCALE_BYTES
 from optkit.runtime.engine import Engine
 from optkit.runtime.factory import open_engine
@@ -67,8 +69,7 @@ class Times:
 
 def over_rounds(values: Iterable[float]) -> Estimate:
     """Mean and standard error."""
-    found = list(values)
-    return Estimate(statistics.fmean(found), statistics.stdev(found) / len(found) ** 0.5)
+    return mean_estimate([torch.tensor(list(values), dtype=torch.float64)])
 
 
 def tokens(share: float) -> int:
@@ -168,11 +169,7 @@ def head_dim(engine: Engine, artifact: str) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.long kv_bits",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("bench.long kv_bits", __doc__)
     parser.add_argument("artifact", help="with int8 KV")
     parser.add_argument("--source", default="smollm2-135m", help="the model of the artifact")
     parser.add_argument("--windows", type=int, default=4, help="of held-out text (default: %(default)s)")

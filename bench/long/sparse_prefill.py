@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from bench.bounds import beyond, print_numbers
+from bench.figures import command_line
 from bench.long._prefill import Texts, in_turn, kl, load_average, logprobs, ratios
 from optkit.artifact.open import Artifact
 from optkit.graph.ir import Graph
@@ -96,11 +97,7 @@ def ttft(base: Engine, other: Engine, texts: Texts, tokens: int, rounds: int) ->
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.long sparse_prefill",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("bench.long sparse_prefill", __doc__)
     parser.add_argument("artifact", type=Path)
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=[512, 1024, 4096, 8192], help="lengths of prompts"

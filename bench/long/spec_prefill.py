@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from bench.bounds import beyond, print_numbers
+from bench.figures import command_line
 from bench.long._prefill import Texts, answer_logprob, in_turn, kl, load_average, ratios
 from optkit.runtime.engine import Engine
 from optkit.runtime.factory import open_engine
@@ -99,11 +100,7 @@ def needles(engine: Engine, texts: Texts, tokens: int, keep: float, count: int) 
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.long spec_prefill",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("bench.long spec_prefill", __doc__)
     parser.add_argument("artifact", type=Path)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1900, 8192], help="lengths of prompts")
     parser.add_argument("--keep", type=float, default=0.25, help="share of the tokens to keep")

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.figures import command_line
 from bench.models import accessed
 from bench.models.random_model import ALONE, captured, changed, engine_of, executable, random_prompts, start
 from optkit.bench.environment import environment, load_average
@@ -53,11 +54,7 @@ PROMPT_TOKENS, WARM_STEPS, WATCHED_STEPS = 64, 3, 5
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.models experts",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("bench.models experts", __doc__)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=512, help="channels of the model")
     parser.add_argument("--width", type=int, default=384, help="channels of an expert")

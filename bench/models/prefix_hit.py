@@ -14,7 +14,6 @@ Exit code 1: a median ratio is above the bound, an answer differs, or a prompt f
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 
+from bench.figures import command_line
 from bench.models.random_model import (
     Timed,
     answer_of,
@@ -71,11 +71,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.models prefix_hit",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("bench.models prefix_hit", __doc__)
     parser.add_argument(
         "--model", choices=list(MODELS), action="append", help="may be repeated; default: all"
     )

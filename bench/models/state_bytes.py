@@ -16,7 +16,6 @@ Exit code 1: bytes differ from the formula, windows hold more than a quarter of 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.figures import command_line
 from bench.models.kinds import KINDS, WINDOWS, Kind
 from bench.models.random_model import (
     answer_of,
@@ -49,11 +49,7 @@ BLOCK, STEP_TOKENS, WINDOW_ANSWER = 32, 128, 8
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.models state_bytes",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("bench.models state_bytes", __doc__)
     parser.add_argument("--only", choices=[*KINDS, "windows"], action="append", help="may be repeated")
     parser.add_argument("--tokens", type=int, default=8192, help="of the prompt for windows")
     parser.add_argument("--save-result", type=Path)

@@ -9,13 +9,13 @@ Exit code 1: a bound is missed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from bench.bounds import beyond, print_numbers
+from bench.figures import command_line
 from bench.response_cache import measure
 from optkit.bench.environment import environment
 from optkit.bench.servers import free_port, optkit_command, running
@@ -30,11 +30,7 @@ SIZE = "64MiB"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.response_cache",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("bench.response_cache", __doc__)
     parser.add_argument("artifact", type=Path)
     parser.add_argument("--rounds", type=int, default=9, help="hits of each request")
     parser.add_argument("--save-result", type=Path)

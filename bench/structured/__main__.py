@@ -11,7 +11,6 @@ single measurement, the command and the environment. Exit code 1: a bound is mis
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from typing import Any
 
 import optkit
 from bench.bounds import beyond, print_numbers
+from bench.figures import command_line
 from bench.structured import calls, neighbours, speed, suite, validity
 from optkit.artifact.open import Artifact
 from optkit.bench.environment import environment
@@ -47,11 +47,7 @@ LEAST = {"forced: gain": 1.3}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.structured",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("bench.structured", __doc__)
     parser.add_argument("artifact")
     parser.add_argument("--only", choices=PARTS, action="append", help="a part; may be repeated")
     parser.add_argument("--answers", type=int, default=1000, help="of the part validity")

@@ -17,7 +17,6 @@ average. Exit code 1: a bound is missed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.bounds import beyond, print_numbers
+from bench.figures import command_line
 from bench.warm import baked, typing_ahead
 from optkit.bench.environment import environment, load_average
 from optkit.errors import UserError
@@ -44,11 +44,7 @@ QUICK = {"rounds": 1, "messages": 1, "prompt_tokens": 300, "tokens": 300, "pace"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.warm",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("bench.warm", __doc__)
     parser.add_argument("artifact", type=Path, help="an artifact without baked prompts")
     parser.add_argument("--baked", type=Path, help="the artifact of the same recipe with bake_prefix")
     parser.add_argument(

@@ -82,11 +82,13 @@ def test_a_tool_that_fails_shows_its_output(tmp_path: Path) -> None:
 
 
 def test_optkit_s_numbers_are_means_by_the_tool_s_formulas() -> None:
-    script = lambda body: [0.05, text("a"), 0.02, text("b"), usage(len(body["prompt"]), 2), "[DONE]"]  # noqa: E731
+    script = lambda body: [0.05, text("a"), 0.03, text("b"), usage(len(body["prompt"]), 2), "[DONE]"]  # noqa: E731
     load = Load(("ab", "cd"), ((1, 2), (3, 4)), 2, 1)
     with FakeServer(script).run() as url:
         numbers = tools.optkit(Target(url, "m", Path()), load, "guidellm")
-    assert 50 <= numbers.ttft_ms < 500 and 15 <= numbers.itl_ms < 200  # the first token may be read late
+    assert (
+        50 <= numbers.ttft_ms < 500 and 20 <= numbers.itl_ms < 200
+    )  # a first token read late shortens the 30 ms
     with FakeServer(lambda body: ["{"]).run() as url, pytest.raises(ToolError, match="2 requests failed"):
         tools.optkit(Target(url, "m", Path()), load, "aiperf")
 
