@@ -1,78 +1,111 @@
 """Counts of the tokens of a long answer, for penalties: the time of a step does not grow with the answer.
 
 All tokens but the last few are counted once. The last ``TAIL`` to 2 ``TAIL`` tokens are counted in each step, since
-guesses come and go at the end of a list of tokens.
+guesses come and go at the end of a list of tokens. The counting is NumPy's on every device: some hundred small numbers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from optkit.recipe.engine_options import MAX_GUESSES
 
 if TYPE_CHECKING:
     from optkit.runtime.types import Request
 
-TAIL = 1024  # more than the guesses of a step
+TAIL = 4 * MAX_GUESSES
+
+
+class SettledCounts:
+    """The tokens of a growing list, each once, with the number of each.
+
+    Attributes:
+        tokens: [n] int64, in the order of their first appearance.
+        counts: [V] int32, by token.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.tokens = np.zeros(0, dtype=np.int64)
+        self.counts = np.zeros(size, dtype=np.int32)
+
+    def add(self, ids: np.ndarray) -> None:
+        """Count ``ids`` [m] int64."""
+        self.tokens = self.with_new(ids)
+        np.add.at(self.counts, ids, 1)
+
+    def with_new(self, ids: np.ndarray) -> np.ndarray:
+        """``tokens``, and those of ``ids`` that are not among them, each once, [n] int64."""
+        new = np.unique(ids[self.counts[ids] == 0])
+        return np.concatenate((self.tokens, new)) if len(new) else self.tokens
 
 
 class TokenCounts:
     """The counts of each token in the prompt and in the answer of a request, for a vocabulary of ``size`` tokens."""
 
-    def __init__(self, request: Request, size: int, device: torch.device) -> None:
-        self._settled = torch.zeros(size, dtype=torch.int64, device=device)  # of the answer but the end
+    def __init__(self, request: Request, size: int) -> None:
+        self._answer, self._all = SettledCounts(size), SettledCounts(size)
         self._end = request.num_prompt  # the place after the settled tokens
-        self._prompt = torch.zeros(size, dtype=torch.bool, device=device)
-        left_out = request.positions.left_out if request.positions is not None else ()
-        prompt = [*request.token_ids[: request.num_prompt], *left_out]
-        self._prompt[torch.tensor(prompt, dtype=torch.int64, device=device)] = True
+        self._all.add(array([*request.token_ids[: request.num_prompt], *left_out(request)]))
 
-    def output(self, request: Request) -> tuple[Tensor, Tensor]:
-        """The tokens of the answer, ascending, and the number of each, both [n] int64."""
-        counts = self._output(request)
-        tokens = counts.nonzero()[:, 0]
-        return tokens, counts[tokens]
+    def output(self, request: Request) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of the answer, each once in any order, and the number of each, both [n] int64."""
+        tail, settled = self._tail(request), self._answer
+        tokens = settled.with_new(tail)
+        np.add.at(settled.counts, tail, 1)
+        counts = settled.counts[tokens].astype(np.int64)
+        np.subtract.at(settled.counts, tail, 1)
+        return tokens, counts
 
-    def seen(self, request: Request) -> Tensor:
-        """The tokens of prompt and answer, ascending, [n] int64."""
-        return (self._prompt | (self._output(request) > 0)).nonzero()[:, 0]
+    def seen(self, request: Request) -> np.ndarray:
+        """The tokens of prompt and answer, each once in any order, [n] int64."""
+        return self._all.with_new(self._tail(request))
 
-    def _output(self, request: Request) -> Tensor:
+    def _tail(self, request: Request) -> np.ndarray:
+        """The tokens that are not settled; all but the last ``TAIL`` are settled when there are twice as many."""
         whole = (len(request.token_ids) - self._end) // TAIL - 1
         if whole > 0:
             end = self._end + whole * TAIL
-            self._add(self._settled, request.token_ids[self._end : end])
+            settled = array(request.token_ids[self._end : end])
+            self._answer.add(settled)
+            self._all.add(settled)
             self._end = end
-        counts = self._settled.clone()
-        self._add(counts, request.token_ids[self._end :])
-        return counts
+        return array(request.token_ids[self._end :])
 
-    @staticmethod
-    def _add(counts: Tensor, ids: list[int]) -> None:
-        tokens = torch.tensor(ids, dtype=torch.int64, device=counts.device)
-        counts.index_add_(0, tokens, torch.ones_like(tokens))
+
+def array(ids: Sequence[int]) -> np.ndarray:
+    return np.array(ids, dtype=np.int64)
+
+
+def left_out(request: Request) -> Sequence[int]:
+    """The tokens of the prompt that the model did not see."""
+    return request.positions.left_out if request.positions is not None else ()
 
 
 def seen_tokens(request: Request, like: Tensor) -> Tensor:
-    """The tokens of prompt and answer, ascending, [n] int64, for logits ``like`` [V]."""
+    """The tokens of prompt and answer, each once in any order, [n] int64, for logits ``like`` [V]."""
     if len(request.token_ids) > 2 * TAIL:
-        return counts_of(request, like).seen(request)
-    left_out = request.positions.left_out if request.positions is not None else ()
-    return torch.tensor([*request.token_ids, *left_out], device=like.device).unique()
+        seen = counts_of(request, like).seen(request)
+    else:
+        seen = np.unique(array([*request.token_ids, *left_out(request)]))
+    return torch.from_numpy(seen).to(like.device)
 
 
 def output_counts(request: Request, like: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens of the answer, ascending, and the number of each, both [n] int64, for logits ``like`` [V]."""
+    """The tokens of the answer, each once in any order, and the number of each, [n] int64, for logits ``like`` [V]."""
     if len(request.token_ids) > 2 * TAIL:
-        return counts_of(request, like).output(request)
-    output = torch.tensor(request.output_ids, dtype=torch.int64, device=like.device)
-    tokens, counts = output.unique(return_counts=True)
-    return tokens, counts
+        tokens, counts = counts_of(request, like).output(request)
+    else:
+        tokens, counts = np.unique(array(request.output_ids), return_counts=True)
+    return torch.from_numpy(tokens).to(like.device), torch.from_numpy(counts).to(like.device)
 
 
 def counts_of(request: Request, like: Tensor) -> TokenCounts:
     """The counts kept by ``request``."""
     if request.counts is None:
-        request.counts = TokenCounts(request, len(like), like.device)
+        request.counts = TokenCounts(request, len(like))
     return request.counts
