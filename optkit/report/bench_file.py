@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -101,7 +101,7 @@ class WorkloadEntry(PartSchema):
     input_len: Count | None = None
     output_len: Count | None = None
     max_concurrency: Count | None = None
-    request_rate: Seconds | None = None
+    request_rate: Seconds | Literal["inf"] | None = None
 
 
 class ValidityEntry(PartSchema):
@@ -254,6 +254,8 @@ def turn_of(entry: TurnEntry) -> Turn:
 def config_of(given: dict[str, Any], entry: WorkloadEntry) -> WorkloadConfig:
     """The workload; missing numbers of other kinds of loads have the defaults."""
     checked = {name: value for name, value in dict(entry).items() if name in given and name in CONFIG_FIELDS}
+    if checked.get("request_rate") == "inf":  # all at once, or so many clients without pauses
+        checked["request_rate"] = None
     return WorkloadConfig(
         **{name: value for name, value in checked.items() if value is not None or name in NULLABLE}
     )

@@ -121,7 +121,7 @@ def workload_text(result: BenchResult) -> str:
     config = result.config
     rate = f"{number(config.request_rate)} requests/s" if config.request_rate else None
     clients = f"{config.max_concurrency} at a time" if config.max_concurrency else None
-    load = ", ".join(filter(None, (rate, clients)))
+    load = ", ".join(filter(None, (rate, clients))) or "all at once"
     rounds = len({turn.round for turn in result.turns})
     plural = "round" if rounds == 1 else "rounds"
     return f"{lengths_text(result)}, {load}, {rounds} {plural} of {config.num_prompts} requests"

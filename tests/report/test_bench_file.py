@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from optkit.bench.rates import Sweep, SweepPoint, synchronous
 from optkit.bench.workload import WorkloadConfig
 from optkit.errors import UserError
 from optkit.report.bench_file import read_benches
+from optkit.report.bench_sections import load_of, workload_text
 from tests.support.sample_bench import bench_result
 
 STORED = sorted((Path(__file__).parents[2] / "bench" / "results").glob("ttft-cpu-*.json"))
@@ -111,6 +114,22 @@ def test_a_sweep_has_a_result_for_each_load(tmp_path: Path) -> None:
     assert [first.name, second.name] == ["s, synchronous", "s, 2/s"] and first.sweep == second.sweep == "s"
     assert second.result.config.request_rate == 2.0 and second.result.environment == {"cpu": "a"}
     assert first.problems == ["busy"] and second.problems == []
+
+
+def test_the_file_of_a_real_sweep_is_read_with_both_ends(tmp_path: Path) -> None:
+    """Requests in turn and all at once have an infinite rate, which JSON has no number for."""
+    base = WorkloadConfig(num_prompts=3, input_len=8)
+    configs = (None, synchronous(base)), (2.0, base.at_rate(2.0)), (math.inf, base.closed(None))
+    points = tuple(SweepPoint(rate, bench_result(config=config)) for rate, config in configs)
+    Sweep(("optkit", "baseline"), points, {"cpu": "a"}).save(tmp_path / "s.json")
+    benches = read_benches(tmp_path / "s.json")
+    assert [bench.name for bench in benches] == ["s, synchronous", "s, 2/s", "s, all at once"]
+    assert [load_of(bench)[0] for bench in benches] == [0.0, 2.0, math.inf]
+    assert [workload_text(bench.result).split(", ")[2] for bench in benches] == [
+        "1 at a time",
+        "2 requests/s",
+        "all at once",
+    ]
 
 
 def test_probes_of_a_search_say_what_held(tmp_path: Path) -> None:
