@@ -5,8 +5,8 @@ times single steps: prefill chunks of several sizes and contexts, decodes of 1 t
 contexts, and both in a step. The content of the KV has no influence on the time, so a context costs nothing to make.
 Layers with a window, and recurrent states, are measured without a context.
 
-``overheads`` compares requests to a running server with the simulation of the same requests: the rest is HTTP, the
-process border, and the share of the cores taken from the engine.
+``overheads`` compares requests to a running server (``ProbeRun``) with the simulation of the same requests: the rest is
+HTTP, the process border, and the share of the cores taken from the engine.
 
 The command ``python -m optkit.tune.calibration ARTIFACT`` prints the measured steps as JSON: a calling process stays
 small.
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from optkit.runtime.engine import Engine
     from optkit.runtime.scheduling.config import SchedulerConfig
 
-STEP_SECONDS = 12.0  # of measured steps; loading and HTTP come on top
+STEP_SECONDS = 9.0  # of measured steps; loading and HTTP come on top
 CHUNKS = ((16, 0), (64, 0), (64, 1024), (128, 0), (256, 0), (256, 768), (512, 0), (512, 512), (1024, 0))
 DECODES = tuple((count, context) for count in (1, 2, 4, 8, 16) for context in (64, 1024))
 MIXED = ((256, 4), (128, 8), (512, 2))  # (tokens of a chunk, decodes)
@@ -159,7 +159,40 @@ def measure_step(engine: Engine, items: Sequence[Item]) -> tuple[StepShape, floa
             kv.release(request)
 
 
-Probes = Sequence[tuple[int, Sequence[BenchRequest], Sequence[RequestRecord]]]
+@dataclass(frozen=True)
+class ProbeRun:
+    """Requests to a running server, and what a client measured.
+
+    ``clients`` without pauses, or requests at their own times where it is None.
+    """
+
+    clients: int | None
+    requests: Sequence[BenchRequest]
+    records: Sequence[RequestRecord]
+
+    def simulated(
+        self, config: SchedulerConfig, costs: StepCosts, overheads: Overheads | None = None
+    ) -> Sequence[RequestRecord]:
+        """The records of the same requests in the simulator."""
+        return simulate(config, costs, self.requests, clients=self.clients, overheads=overheads).records
+
+    def levels(self, records: Sequence[RequestRecord]) -> tuple[float, ...]:
+        """The numbers to reproduce, in seconds: median TTFT and median time per token.
+
+        For several clients without pauses, median time per token and the length of the run. Their TTFT is left out:
+        many answers end in the same step, and the next steps depend on which of the new requests arrives first.
+        """
+        done = [record for record in records if record.ok and record.tokens > 1]
+        if not done:
+            raise UserError("no request of the calibration was answered", where="calibration")
+        per_token = float(np.median([_tpot(r) for r in done]))
+        if self.clients is not None and self.clients > 1:
+            ends = [record.done for record in done if record.done is not None]
+            return per_token, max(ends) - min(record.send for record in done)
+        return float(np.median([_ttft(r) for r in done])), per_token
+
+
+Probes = Sequence[ProbeRun]
 
 
 def at_server_speed(config: SchedulerConfig, costs: StepCosts, runs: Probes) -> StepCosts:
@@ -178,18 +211,18 @@ def at_server_speed(config: SchedulerConfig, costs: StepCosts, runs: Probes) -> 
 def _error(config: SchedulerConfig, costs: StepCosts, guess: Overheads, runs: Probes) -> float:
     """Sum of squared relative errors of the simulated ``runs``."""
     total = 0.0
-    for clients, requests, records in runs:
-        found = _levels(simulate(config, costs, requests, clients=clients, overheads=guess).records)
-        total += float(np.sum((np.log(found) - np.log(_levels(records))) ** 2))
+    for run in runs:
+        found = run.levels(run.simulated(config, costs, guess))
+        total += float(np.sum((np.log(found) - np.log(run.levels(run.records))) ** 2))
     return total
 
 
 def overheads(config: SchedulerConfig, costs: StepCosts, runs: Probes) -> Overheads:
-    """The difference between a server and the engine, from measured runs of (clients, requests, records).
+    """The difference between a server and the engine, from measured runs.
 
-    A pattern search: each of the four overheads in turn is scaled and the runs are simulated again, as long as medians
-    of TTFT and time per token, and the length of the runs, come closer to the measured values, by relative errors.
-    The start are two lines: excess time per token over clients, and excess TTFT of a single client over its prompt.
+    A pattern search: each of the four overheads in turn is scaled and the runs are simulated again, as long as the
+    numbers of ``ProbeRun.levels`` come closer to the measured values, by relative errors. The start are two lines:
+    excess time per token over clients, and excess TTFT of a single client over its prompt.
     """
     best = _lines(config, costs, runs)
     least = _error(config, costs, best, runs)
@@ -203,27 +236,19 @@ def overheads(config: SchedulerConfig, costs: StepCosts, runs: Probes) -> Overhe
     return best
 
 
-def _levels(records: Sequence[RequestRecord]) -> tuple[float, ...]:
-    """Median TTFT and time per token, and the length of a run, in seconds."""
-    done = [record for record in records if record.ok and record.tokens > 1]
-    if not done:
-        raise UserError("no request of the calibration was answered", where="calibration")
-    ends = [record.done for record in done if record.done is not None]
-    length = max(ends) - min(record.send for record in done)
-    return float(np.median([_ttft(r) for r in done])), float(np.median([_tpot(r) for r in done])), length
-
-
 def _lines(config: SchedulerConfig, costs: StepCosts, runs: Probes) -> Overheads:
     """A first guess: time per token is over the simulation by a + b * clients, TTFT by c + d * prompt tokens."""
     gaps, firsts = list[tuple[float, float]](), list[tuple[float, float]]()
-    for clients, requests, records in runs:
-        known = simulate(config, costs, requests, clients=clients).records
-        pairs = [(a, b) for a, b in zip(records, known, strict=True) if a.ok and b.ok]
+    for run in runs:
+        if run.clients is None:
+            continue
+        known = run.simulated(config, costs)
+        pairs = [(a, b) for a, b in zip(run.records, known, strict=True) if a.ok and b.ok]
         excess = [_tpot(a) - _tpot(b) for a, b in pairs if a.tokens > 1]
         if excess:
-            gaps.append((float(clients), float(np.median(excess))))
-        if clients == 1:
-            firsts += [(float(len(requests[a.index].prompt_ids)), _ttft(a) - _ttft(b)) for a, b in pairs]
+            gaps.append((float(run.clients), float(np.median(excess))))
+        if run.clients == 1:
+            firsts += [(float(len(run.requests[a.index].prompt_ids)), _ttft(a) - _ttft(b)) for a, b in pairs]
     step, row = _line(gaps)
     request, prompt_token = _line(_medians(firsts))
     return Overheads(max(request - step - row, 0.0), prompt_token, step, row)

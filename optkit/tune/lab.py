@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from optkit.bench import client, servers, workload
 from optkit.bench.environment import environment
-from optkit.bench.records import RequestRecord
+from optkit.bench.records import RequestRecord, span
 from optkit.bench.slo import Load
 from optkit.bench.workload import RequestSchedule, WorkloadConfig
 from optkit.errors import UserError
@@ -28,7 +28,13 @@ from optkit.evaluation.limits import Z_975
 from optkit.recipe.engine_options import engine_options
 from optkit.recipe.schema import Accept, Recipe
 from optkit.runtime.scheduling.config import SchedulerConfig
-from optkit.tune.calibration import Calibration, at_server_speed, measured_in_a_process, overheads
+from optkit.tune.calibration import (
+    Calibration,
+    ProbeRun,
+    at_server_speed,
+    measured_in_a_process,
+    overheads,
+)
 from optkit.tune.settings import Setting
 
 if TYPE_CHECKING:
@@ -38,7 +44,9 @@ SETTLE = 0.5  # seconds between runs: the threads of the last server go to sleep
 CALIBRATION_SECONDS = 60.0  # of a process that measures for 15 s: loading comes on top
 TAIL = 10.0  # seconds that a run may take longer than its arrivals, at least
 WARM_UPS = 2
-PROBES = ((1, 128, 8, 4), (1, 512, 8, 3), (8, 128, 16, 24))  # (clients, prompt, output, requests) over HTTP
+PROBES = ((1, 128, 8, 8), (1, 512, 8, 5), (8, 128, 16, 24))  # (clients, prompt, output, requests) over HTTP
+# (prompt, output, requests) at random times, at half of the throughput of the last of PROBES
+OPEN_PROBE = (128, 16, 24)
 
 Run = Callable[[Setting, RequestSchedule, float], list[RequestRecord]]
 
@@ -182,10 +190,17 @@ class Machine:
         with self.serving([plain]) as (run, failed):
             if failed:
                 raise UserError(failed[plain], where=name)
-            for number, (clients, length, output, count) in enumerate(PROBES):
-                config = WorkloadConfig(count, length, output, clients, None, 900_000 + number)
+
+            def probe(config: WorkloadConfig) -> ProbeRun:
                 schedule = workload.build(config, self.ids())
-                runs.append((clients, schedule.requests, run(plain, schedule, CALIBRATION_SECONDS)))
+                records = run(plain, schedule, CALIBRATION_SECONDS)
+                return ProbeRun(config.max_concurrency, schedule.requests, records)
+
+            for number, (clients, length, output, count) in enumerate(PROBES):
+                runs.append(probe(WorkloadConfig(count, length, output, clients, None, 900_000 + number)))
+            (length, output, count), saturated = OPEN_PROBE, runs[-1].records
+            rate = 0.5 * len(saturated) / span(saturated)
+            runs.append(probe(WorkloadConfig(count, length, output, None, rate, 900_000 + len(PROBES))))
         limits = self.scheduler_config(plain)
         costs = at_server_speed(limits, costs, runs)
         added = overheads(limits, costs, runs)

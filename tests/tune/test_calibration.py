@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from optkit.bench.workload import BenchRequest
@@ -12,6 +14,7 @@ from optkit.simulation.simulator import Overheads, simulate
 from optkit.simulation.step_costs import StepCosts, StepShape, fit
 from optkit.tune.calibration import (
     Calibration,
+    ProbeRun,
     at_server_speed,
     measure_step,
     measure_steps,
@@ -80,16 +83,24 @@ def prompts(count: int, length: int, output: int) -> list[BenchRequest]:
     return [BenchRequest(i, tuple(range(i * 5000, i * 5000 + length)), output, 0.0) for i in range(count)]
 
 
+def probed(costs: StepCosts, truth: Overheads) -> list[ProbeRun]:
+    """Runs of a server with known costs and overheads: one client, eight clients, and requests at random times."""
+    runs = []
+    for clients, length, count, rate in ((1, 128, 4, 0), (1, 512, 4, 0), (8, 128, 24, 0), (None, 128, 24, 3)):
+        requests = prompts(count, length, 16)
+        if rate:
+            times = np.cumsum(np.random.default_rng(7).exponential(1 / rate, count))
+            requests = [replace(r, arrival=float(at)) for r, at in zip(requests, times, strict=True)]
+        found = simulate(CONFIG, costs, requests, clients=clients, overheads=truth)
+        runs.append(ProbeRun(clients, requests, found.records))
+    return runs
+
+
 @pytest.mark.parametrize(
     "truth", [Overheads(0.02, 0.0, 0.002, 0.001), Overheads(0.0, 1e-4, 0.0, 0.002), Overheads()]
 )
 def test_overheads_are_found_again(truth: Overheads) -> None:
-    runs = []
-    for clients, length, count in ((1, 128, 4), (1, 512, 4), (8, 128, 16)):
-        requests = prompts(count, length, 9)
-        runs.append(
-            (clients, requests, simulate(CONFIG, COSTS, requests, clients=clients, overheads=truth).records)
-        )
+    runs = probed(COSTS, truth)
     found = overheads(CONFIG, COSTS, runs)
     requests = prompts(6, 300, 9)
     a, b = (
@@ -109,12 +120,21 @@ def test_a_calibration_is_json() -> None:
 def test_a_machine_that_changes_between_steps_and_probes_is_predicted_all_the_same(speed: float) -> None:
     """Other processes take a quarter of the cores, or stop taking them: within 8 % at another load."""
     slower = COSTS.scaled(speed)
-    runs = []
-    for clients, length, count in ((1, 128, 4), (1, 512, 3), (8, 128, 24)):
-        requests = prompts(count, length, 16)
-        runs.append((clients, requests, simulate(CONFIG, slower, requests, clients=clients).records))
+    runs = probed(slower, Overheads())
     costs = at_server_speed(CONFIG, COSTS, runs)
     found = overheads(CONFIG, costs, runs)
     requests = prompts(30, 256, 16)
     a = simulate(CONFIG, costs, requests, clients=4, overheads=found).seconds
     assert a == pytest.approx(simulate(CONFIG, slower, requests, clients=4).seconds, rel=0.08)
+
+
+def test_first_tokens_of_several_clients_without_pauses_are_no_overhead() -> None:
+    """Which of the new requests arrives first is chance, and decides on their waiting."""
+    runs = probed(COSTS, Overheads(0.002, 1e-5, 0.001, 5e-4))
+    eight = runs[2]
+    start = min(record.send for record in eight.records)
+    late = [replace(r, send=r.send - 0.3) if r.send > start + 0.3 else r for r in eight.records]
+    assert late != eight.records and eight.levels(late) == eight.levels(eight.records)
+    assert len(runs[0].levels(runs[0].records)) == len(runs[3].levels(runs[3].records)) == 2
+    changed = [*runs[:2], ProbeRun(8, eight.requests, late), runs[3]]
+    assert overheads(CONFIG, COSTS, changed) == overheads(CONFIG, COSTS, runs)
