@@ -19,6 +19,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from bench.figures import command_line
+
 INTERVAL_SECONDS = 0.1
 FIELDS = {"VmRSS": "rss", "RssAnon": "anon", "RssFile": "file"}
 
@@ -90,9 +92,7 @@ def measure(command: list[str]) -> tuple[list[Row], int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line("bench.memory", __doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     arguments = parser.parse_args()

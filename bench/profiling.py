@@ -17,7 +17,6 @@ Shares are comparable with a single thread. Exit code 1 if a bound is missed.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -38,6 +37,7 @@ from typing import Any
 
 import torch
 
+from bench.figures import command_line
 from optkit.artifact.open import Artifact
 from optkit.evaluation.profiled import generate, options_for
 from optkit.machine.present import present_target
@@ -246,9 +246,7 @@ def against_perf(engine: Engine, artifact: Artifact, tokens: int) -> dict[str, A
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line("bench.profiling", __doc__)
     parser.add_argument("artifact", type=Path)
     parser.add_argument("--tokens", type=int, default=512, help="of the prompt, and before the decode steps")
     parser.add_argument("--pairs", type=int, default=20, help="of prefills; five times as many decode steps")

@@ -10,7 +10,6 @@ Tries run one after another, against reference logits that are computed once. Ea
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 import yaml
 
+from bench.figures import command_line
 from optkit.bench.environment import environment, public
 from optkit.calibration.samples import calibration_windows
 from optkit.capture import capture_directory
@@ -48,9 +48,7 @@ WHERE = ("cpu", "isa", "cores", "optkit", "python", "packages")  # of the enviro
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line("bench.quantization", __doc__)
     parser.add_argument("model")
     parser.add_argument("--try", dest="tries", action="append", required=True)
     parser.add_argument("--without", action="append", default=[], choices=FUSIONS, help="leave a fusion out")

@@ -9,7 +9,6 @@ quantizes the file for llama.cpp.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -22,6 +21,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from bench.figures import command_line
 from optkit.checkpoint.locate import ALIASES, packaged_gguf
 
 NAMES = {
@@ -147,9 +147,7 @@ def write_gguf(directory: Path, tokens: Path, target: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line("bench.random_gguf", __doc__)
     parser.add_argument("directory", type=Path, help="checkpoint of bench.random_llama")
     parser.add_argument("--tokens", required=True, help="GGUF file, or alias, with the tokenizer")
     parser.add_argument("-o", "--out", type=Path, required=True)

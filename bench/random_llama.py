@@ -11,7 +11,6 @@ ids of the vocabulary beyond the tokenizer's are words that no text is tokenized
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
@@ -21,6 +20,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+from bench.figures import command_line
 
 SHARD_BYTES = 1 << 30
 TEXTS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt")
@@ -121,9 +122,7 @@ def add_words(file: Path, size: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line("bench.random_llama", __doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--layers", type=int, help="default: all layers of the shape")

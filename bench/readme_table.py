@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 MEASURED, PEERS = "measured", "peers"  # the sections' markers
-NOT_QUOTED = {"demo.json", "local.json", "peers-local.json", "peers-local-avx2.json"}
+NOT_QUOTED = {"demo.json", "local.json", "peers-local.json", "peers-local-avx2.json", "sweep-local.json"}
 ROWS = {
     "TTFT p50, ms": "latency_ms.ttft.p50",
     "TTFT p95, ms": "latency_ms.ttft.p95",
@@ -49,6 +49,13 @@ DETAILS_LEGEND = (
     "rounds, [quartiles]; a ratio is taken within a round. What each engine runs with, and what not to believe: "
     "[bench/README.md](../README.md#other-engines). `python bench/readme_table.py` writes this page."
 )
+SWEEP_LEGEND = (
+    "## Under load\n\n"
+    "The same requests at the same arrivals for every server: in turn, at random times (Poisson) at rates between the "
+    "lowest and the highest throughput, and all at once. [low, high]: 95 % bounds of the percentile, by order "
+    "statistics over all requests of the row. `grows`: the queue grows at 95 %, so the rate is above the server's "
+    "capacity, and its latencies would be higher in a longer run."
+)
 
 
 def results(folder: Path, keys: set[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -74,7 +81,9 @@ def peers_section(folder: Path) -> str:
 def peers_page(folder: Path) -> str:
     """The text of ``bench/results/peers.md``."""
     blocks = [peers_block(stem, data) for stem, data in results(folder, {"figures", "servers"})]
-    return "\n\n".join([DETAILS_LEGEND, *(blocks or [PEERS_NOTHING])]) + "\n"
+    sweeps = [sweep_block(stem, data) for stem, data in results(folder, {"table", "servers"})]
+    under_load = [SWEEP_LEGEND, *sweeps] if sweeps else []
+    return "\n\n".join([DETAILS_LEGEND, *(blocks or [PEERS_NOTHING]), *under_load]) + "\n"
 
 
 def block(stem: str, data: dict[str, Any]) -> str:
@@ -153,12 +162,7 @@ def peers_block(stem: str, data: dict[str, Any]) -> str:
                 "",
             ]
             lines += ratio_table(data["figures"], artifact, others)
-    versions = "; ".join(
-        f"{name}: {report['settings']['version']}" for name, report in data["servers"].items()
-    )
-    lines += ["", f"Versions: {versions}."] if versions else []
-    lines += isa_lines(data["servers"])
-    lines += [f"Not measured: {name} ({reason})" for name, reason in data["skipped"].items()]
+    lines += server_lines(data)
     lines += [
         f"No figure: {row['figure']}, {name} ({reason})"
         for row in data["figures"]
@@ -167,6 +171,29 @@ def peers_block(stem: str, data: dict[str, Any]) -> str:
     if data["problems"]:
         lines.append(f"Warnings of this run: {len(data['problems'])}; the file lists them.")
     return "\n".join(lines)
+
+
+def sweep_block(stem: str, data: dict[str, Any]) -> str:
+    """A heading, a row for each load and server, versions, instruction sets, skipped peers."""
+    load = data["points"][0]["result"]["workload"]
+    rounds = len({turn["round"] for turn in data["points"][-1]["result"]["turns"]})
+    shape = f"{load['input_len']} tokens in, {load['output_len']} out, {rounds} rounds of a load"
+    rows = [data["table"]["header"], ["---"] * len(data["table"]["header"]), *data["table"]["rows"]]
+    lines = [f"{peers_heading(stem, data)}, {shape}", "", *(f"| {' | '.join(cells)} |" for cells in rows)]
+    lines += server_lines(data)
+    if data["doubts"]:
+        lines.append(f"Warnings of this run: {len(data['doubts'])}; the file lists them.")
+    return "\n".join(lines)
+
+
+def server_lines(data: dict[str, Any]) -> list[str]:
+    """Versions and instruction sets of the servers, and the reasons for skipped peers."""
+    versions = "; ".join(
+        f"{name}: {report['settings']['version']}" for name, report in data["servers"].items()
+    )
+    lines = ["", f"Versions: {versions}."] if versions else []
+    lines += isa_lines(data["servers"])
+    return lines + [f"Not measured: {name} ({reason})" for name, reason in data["skipped"].items()]
 
 
 def held_to(data: dict[str, Any]) -> str:

@@ -4,8 +4,9 @@
     python -m bench.clients artifact/
 
 In each round every tool sends own prompts of equal lengths, in turn; optkit's client runs once for each tool, with the
-tool's formulas. Compared are the medians over rounds of the ratios to optkit's numbers of the
-same round: mean TTFT, mean inter-token latency, output tokens per second. Exit code 1: a ratio is off by more than 5 %.
+tool's formulas. Compared are the geometric means over rounds of the ratios to optkit's numbers of the same round, with
+95 % intervals over rounds: mean TTFT, mean inter-token latency, output tokens per second. Exit code 1: a ratio is off
+by more than 5 %.
 
 The server gets a half of the cores and the tools the rest: aiperf is a dozen processes, and would slow the server
 down on shared cores, which is no difference between measurements. A machine with a single core has no rest.
@@ -26,10 +27,12 @@ import numpy as np
 
 from bench.clients import tools
 from bench.clients.tools import Load, Numbers, Target
+from bench.cores import split_cores
 from bench.figures import command_line
 from optkit.bench.environment import environment
 from optkit.bench.prompts import PromptSource
 from optkit.bench.servers import free_port, model_name, optkit_command, running
+from optkit.bench.statistics import exponential, mean_interval
 from optkit.bench.workload import text_ids
 from optkit.text.load import load_tokenizer
 
@@ -48,7 +51,9 @@ RUN: dict[str, Callable[[Path, Target, Load, Path], Numbers]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line("bench.clients", __doc__)
     parser.add_argument("artifact", type=Path)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--rounds", type=int, default=20, help="6 or more have an interval; default: %(default)s"
+    )
     parser.add_argument("--requests", type=int, default=20, help="of each tool in each round")
     parser.add_argument("--input-len", type=int, default=256)
     parser.add_argument("--output-len", type=int, default=32)
@@ -67,24 +72,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.sched_setaffinity(0, tool_cores)
         target = Target(url, model_name(url), args.artifact.resolve())
         rows = measured(target, names, args)
-    result = medians(rows, names)
-    missed = [f"{name} {number}" for name, of in result.items() for number, x in of.items() if off(x)]
+    result = ratios(rows, names)
+    missed = [
+        f"{name} {number}" for name, of in result.items() for number, x in of.items() if off(x["ratio"])
+    ]
     for name, of in result.items():
-        for number, ratio in of.items():
-            print(f"{name:10} {number:18} {ratio:6.3f} x optkit{'   MISSED' * off(ratio)}")
+        for number, x in of.items():
+            interval = f" [{x['low']:.3f}, {x['high']:.3f}]" if "low" in x else ""
+            print(
+                f"{name:10} {number:18} {x['ratio']:6.3f}{interval} x optkit{'   MISSED' * off(x['ratio'])}"
+            )
     if args.save_result:
         cores = {"server_cores": sorted(server_cores), "tool_cores": sorted(tool_cores)}
         content = {"kind": "clients", "environment": before, **cores, "missed": missed, "ratios": result}
         content["rounds"] = rows
         args.save_result.write_text(json.dumps(content, indent=1) + "\n")
     return 1 if missed else 0
-
-
-def split_cores(usable: set[int]) -> tuple[set[int], set[int]]:
-    """The cores of the server and of the tools: a half each, or the same single core."""
-    cores = sorted(usable)
-    half = len(cores) // 2
-    return (set(cores[:half]), set(cores[half:])) if half else (set(cores), set(cores))
 
 
 def off(ratio: float) -> bool:
@@ -142,15 +145,23 @@ def loads(
     ]
 
 
-def medians(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, dict[str, float]]:
-    """{tool: {number: median over rounds of tool / optkit}}"""
+def ratios(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, dict[str, dict[str, float]]]:
+    """{tool: {number: {ratio: tool / optkit, low, high: of its interval}}}; no interval with too few rounds."""
     return {
         name: {
-            number: float(np.median([row[name]["ratio"][number] for row in rows]))
+            number: of_rounds([row[name]["ratio"][number] for row in rows])
             for number in Numbers.__dataclass_fields__
         }
         for name in names
     }
+
+
+def of_rounds(values: Sequence[float]) -> dict[str, float]:
+    """The geometric mean of a ratio over rounds, with its interval."""
+    logs = np.log(values)
+    found = {"ratio": float(np.exp(logs.mean()))}
+    interval = exponential(mean_interval(logs.tolist()))
+    return found | ({"low": interval.low, "high": interval.high} if interval else {})
 
 
 if __name__ == "__main__":

@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from bench import readme_table
-from bench.peers import trials
+from bench.peers import sweep, trials
 from bench.peers.isa import AVX2, ISAS, NATIVE
 from bench.peers.llama_cpp_peer import LlamaCpp
 from bench.peers.measure import Run, wait_until_quiet
 from bench.peers.openvino_peer import OpenVino
 from bench.peers.optkit_peer import Optkit
-from bench.peers.peer import ROOT, Model, Peer, public, reason
+from bench.peers.peer import MAX_CLIENTS, ROOT, Model, Peer, public, reason
 from bench.peers.result import Measured
 from bench.peers.transformers_peer import Transformers
 from bench.peers.vllm_peer import Vllm
@@ -41,6 +42,7 @@ PEERS: dict[str, Callable[[str], Peer]] = {
 DEFAULT = [name for name in PEERS if not name.startswith("vllm") and name != "transformers-bf16"]
 RESULTS = ROOT / "bench" / "results"
 LOCAL = {NATIVE: RESULTS / "peers-local.json", AVX2: RESULTS / "peers-local-avx2.json"}
+LOCAL_SWEEP = RESULTS / "sweep-local.json"
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -66,16 +68,23 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         default=",".join(WORKLOADS),
         help="comma-separated, fewer for a large model; default: %(default)s",
     )
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, help="default: 8; 2 of each load with --sweep")
     parser.add_argument(
         "--quick",
         action="store_true",
         help="one round, one request a client, no trials, no waiting: a smoke test",
     )
+    parser.add_argument(
+        "--sweep",
+        action="store_true",
+        help="load against latency, from requests in turn to all at once, in place of the figures",
+    )
+    parser.add_argument("--rates", type=int, default=5, help="rates of --sweep; default: %(default)s")
     parser.add_argument("--retune", action="store_true", help="try the options of the chosen peers again")
     parser.add_argument("--save-result", type=Path, help="default: peers-local*.json, not committed")
     options = parser.parse_args(arguments)
-    options.save_result = options.save_result or LOCAL[options.isa]
+    options.rounds = options.rounds or (2 if options.sweep else 8)
+    options.save_result = options.save_result or (LOCAL_SWEEP if options.sweep else LOCAL[options.isa])
     return options
 
 
@@ -177,13 +186,19 @@ def measure(
     model: Model,
     ids: Sequence[int],
     options: argparse.Namespace,
-) -> Measured:
+) -> Measured | sweep.PeersSweep:
     """A smoke test with ``--quick``; otherwise the trials that are missing, then all rounds on a quiet machine."""
+    workloads, rounds, load = options.workloads, options.rounds, sweep.LOAD
     if options.quick:
-        return Run(model, quick(options.workloads), 1, ids, progress).measure(untuned(peers), skipped)
-    usable, failed = tuned(peers, model, ids, options.retune)
-    wait_until_quiet(progress)
-    return Run(model, options.workloads, options.rounds, ids, progress).measure(usable, skipped | failed)
+        usable, workloads, rounds = untuned(peers), quick(options.workloads), 1
+        load = replace(load, num_prompts=MAX_CLIENTS)
+    else:
+        usable, failed = tuned(peers, model, ids, options.retune)
+        skipped = skipped | failed
+        wait_until_quiet(progress)
+    if options.sweep:
+        return sweep.measure(model, ids, usable, skipped, progress, rounds, options.rates, load)
+    return Run(model, workloads, rounds, ids, progress).measure(usable, skipped)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -195,15 +210,17 @@ def main(arguments: Sequence[str]) -> int:
         model = find_model(options.model, options.gguf)
         usable, skipped = ready(peers, model, options.install)
         ids = workload.text_ids(load_tokenizer(str(model.directory)))
-        measured = measure(usable, skipped, model, ids, options)
+        result = measure(usable, skipped, model, ids, options)
     except UserError as error:
         progress(f"error: {error}")
         return 2
+    measured = result.measured if isinstance(result, sweep.PeersSweep) else result
     measured.isa = options.isa
     measured.artifacts = [peer.name for peer in artifacts]
     measured.environment["command"] = ["python", "-m", "bench.peers", *(public(word) for word in arguments)]
-    measured.save(options.save_result)
-    print(readme_table.peers_block(options.save_result.stem, measured.to_dict()))
+    result.save(options.save_result)
+    block = readme_table.sweep_block if options.sweep else readme_table.peers_block
+    print(block(options.save_result.stem, result.to_dict()))
     return readme_table.main([])
 
 

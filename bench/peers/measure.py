@@ -9,7 +9,7 @@ ratios taken within a round.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -115,16 +115,26 @@ class Run:
             UserError: no server could be started.
         """
         measured = Measured(self.model.name, environment(), dict(skipped))
+        with self.serving(peers, measured) as live:
+            self._rounds(live, measured)
+        return measured
+
+    @contextmanager
+    def serving(self, peers: Sequence[Peer], measured: Measured) -> Iterator[list[Live]]:
+        """Every peer's server, warmed up and frozen; settings, start times and peak memory go into ``measured``.
+
+        Raises:
+            UserError: no server could be started.
+        """
         with ExitStack() as stack:
             live = [server for peer in peers if (server := self._try_start(peer, stack, measured))]
             if not live:
                 raise UserError("no server could be started", fix="the reasons are above")
-            self._rounds(live, measured)
+            yield live
             for server in live:
                 report = measured.servers[server.name]
                 report.peak_memory = peak_memory(server.group)
                 report.used_avx512 = used_avx512(server.group, clock() - server.warm_since)
-        return measured
 
     def _rounds(self, live: Sequence[Live], measured: Measured) -> None:
         """Take all rounds into ``measured.results``."""
@@ -208,8 +218,9 @@ def take(server: Live, round_: int, load: workload.RequestSchedule) -> Turn:
     with server.turn() as asleep:
         average = load_average()
         records = server.send(load)
-    problems = client.problems(records, load)
-    if asleep:
-        waited = f"after {AWAKE_TIMEOUT:g} s of its turn it did not answer: {asleep}"
-        problems = [waited, *problems]
-    return Turn(server.name, round_, average, records, problems)
+    return Turn(server.name, round_, average, records, [*waited(asleep), *client.problems(records, load)])
+
+
+def waited(asleep: str | None) -> list[str]:
+    """The problem of a server that did not answer at the begin of its turn, if any."""
+    return [f"after {AWAKE_TIMEOUT:g} s of its turn it did not answer: {asleep}"] if asleep else []

@@ -14,7 +14,6 @@ instead. Run on an idle machine: the load average is in the result.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -23,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.figures import command_line
 from bench.plan import measure, sweep
 from optkit.artifact.open import Artifact
 from optkit.bench.environment import busy, environment
@@ -53,9 +53,7 @@ SWEEPS = {"chunk": sweep.chunks, "wait": sweep.waits}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line("bench.plan", __doc__)
     parser.add_argument("model")
     parser.add_argument("--recipe", action="append", choices=RECIPES, help="may be repeated; default: all")
     parser.add_argument("--artifact", action="append", default=[], metavar="RECIPE=DIR")

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bench.clients import __main__ as command
@@ -123,7 +124,15 @@ def test_the_command_compares_and_saves(
     words = ["artifact", "--rounds", "2", "--requests", "3", "--input-len", "8", "--save-result", str(file)]
     assert command.main(words) == (0 if factor == 1.0 else 1)
     saved = json.loads(file.read_text())
-    assert saved["ratios"]["aiperf"]["ttft_ms"] == pytest.approx(factor)
+    assert saved["ratios"]["aiperf"]["ttft_ms"] == {"ratio": pytest.approx(factor)}
     assert saved["missed"] == ([] if factor == 1.0 else ["guidellm ttft_ms", "aiperf ttft_ms"])
     assert len(sent) == 3 * 4 * 3  # three prompts, four sets, two rounds and a warm-up
     assert ("MISSED" in capsys.readouterr().out) == (factor != 1.0)
+
+
+def test_the_ratio_of_rounds_has_an_interval_from_six_on() -> None:
+    values = [1.02, 0.97, 1.05, 0.95, 1.0, 1.01]
+    found = command.of_rounds(values)
+    assert found["low"] == pytest.approx(0.95) and found["high"] == pytest.approx(1.05)
+    assert found["ratio"] == pytest.approx(np.prod(values) ** (1 / 6))
+    assert set(command.of_rounds(values[:5])) == {"ratio"}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
-from bench.simulator import NUMBERS, at, is_right, median_seconds, missed_numbers, slower
+from bench.simulator import NUMBERS, at, is_right, median_seconds, missed_numbers, noise, slower
 from optkit.bench.records import RequestRecord
 from optkit.simulation.simulator import Overheads
 
@@ -26,6 +27,17 @@ def test_a_ranking_is_right_where_its_top_three_are_among_the_three_best(
     measured: list[float], right: bool
 ) -> None:
     assert is_right(measured) is right
+
+
+def test_noise_is_what_settings_and_rounds_do_not_explain_and_widens_the_tie() -> None:
+    generator = np.random.default_rng(0)
+    settings, rounds = generator.normal(0, 1, (20, 1)), generator.normal(0, 0.3, 5)
+    clean = np.exp(settings + rounds)
+    assert noise(clean.tolist()) == pytest.approx(0, abs=1e-12)
+    assert noise((clean * np.exp(generator.normal(0, 0.1, (20, 5)))).tolist()) == pytest.approx(0.1, rel=0.2)
+    assert noise([[1.0], [2.0]]) == 0
+    assert not is_right([1.0, 2.0, 3.6, 3.0, 5.0], 0.02)
+    assert is_right([1.0, 2.0, 3.6, 3.0, 5.0], 0.1) and not is_right([1.0, 2.0, 4.2, 3.0, 5.0], 0.1)
 
 
 def row(load: float, error: float) -> dict[str, object]:

@@ -1,0 +1,63 @@
+"""Endurance: what counts as growth, and a run against a real server process."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench import endurance
+
+SERVER = str(Path(__file__).parents[1] / "support" / "completions_server.py")
+
+
+def windows(p99: np.ndarray, failed: int = 0) -> list[dict[str, float]]:
+    flat = {"requests": 300, "failed": failed, "ttft_p50": 100.0, "gap_p50": 8.0, "gap_p99": 20.0}
+    return [{**flat, "ttft_p99": float(value)} for value in p99]
+
+
+def test_a_rise_and_a_leak_are_seen_and_noise_is_not() -> None:
+    generator = np.random.default_rng(3)
+    noise = generator.normal(0, 5, 40)
+    still = [(float(i), 600 + float(generator.normal())) for i in range(3600)]
+    result = endurance.summary(windows(200 + noise), still)
+    assert result["requests"] == 12_000 and result["minutes"] == pytest.approx(60, abs=0.1)
+    assert abs(result["rss_mb_growth"]) < 1 and result["ttft_p99_rise"] <= 1.1 and result["gap_p99_rise"] == 1
+    assert not endurance.beyond(result, endurance.MOST)
+    leak = [(at, mb + at / 120) for at, mb in still]  # 30 MB an hour
+    slower = 200 + noise + np.linspace(0, 80, 40)
+    worse = endurance.summary(windows(slower, failed=1), leak)
+    assert worse["rss_mb_growth"] == pytest.approx(24.3, abs=2)  # between the centres of the outer blocks
+    assert set(endurance.beyond(worse, endurance.MOST)) == {"failed", "rss_mb_growth", "ttft_p99_rise"}
+
+
+def test_the_first_tenth_fills_caches_and_does_not_count() -> None:
+    filling = [(float(i), 500 + min(i, 300) / 3) for i in range(3600)]
+    assert endurance.summary([], filling)["rss_mb_growth"] == 0
+
+
+def test_a_run_sends_windows_until_the_time_is_over_and_a_short_one_shows_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        endurance.servers, "optkit_command", lambda _, port: [sys.executable, SERVER, str(port)]
+    )
+    monkeypatch.setattr(endurance, "load_tokenizer", lambda _: None)
+    monkeypatch.setattr(endurance.workload, "text_ids", lambda _: range(500))
+    monkeypatch.setattr(endurance, "INTERVAL_SECONDS", 0.02)
+    file = tmp_path / "endurance.json"
+    words = ["artifact", "--minutes", "0.02", "--window", "20", "--input-len", "4", "--output-len", "3"]
+    words += ["--split-cores"]
+    usable = os.sched_getaffinity(0)
+    assert endurance.main([*words, "--save-result", str(file)]) == 1  # too short for a trend of a p99
+    result = json.loads(file.read_text())
+    assert result["failed"] == 0 and result["requests"] == 20 * len(result["windows"]) > 0
+    assert "ttft_p99_rise" in result["missed"] and "failed" not in result["missed"]
+    assert result["load"]["rate"] > 0 and result["memory"][0][1] > 5
+    load = result["load"]
+    assert set(load["server_cores"]) | set(load["client_cores"]) == usable == os.sched_getaffinity(0)
+    assert "failed" in capsys.readouterr().out
