@@ -177,7 +177,8 @@ def sweep_block(stem: str, data: dict[str, Any]) -> str:
     """A heading, a row for each load and server, versions, instruction sets, skipped peers."""
     load = data["points"][0]["result"]["workload"]
     rounds = len({turn["round"] for turn in data["points"][-1]["result"]["turns"]})
-    shape = f"{load['input_len']} tokens in, {load['output_len']} out, {rounds} rounds of a load"
+    plural = "round" if rounds == 1 else "rounds"
+    shape = f"{load['input_len']} tokens in, {load['output_len']} out, {rounds} {plural} of a load"
     rows = [data["table"]["header"], ["---"] * len(data["table"]["header"]), *data["table"]["rows"]]
     lines = [f"{peers_heading(stem, data)}, {shape}", "", *(f"| {' | '.join(cells)} |" for cells in rows)]
     lines += server_lines(data)

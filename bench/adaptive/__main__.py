@@ -22,7 +22,8 @@ from bench.adaptive.ablation import COSTS, SEEDS, compare, missed
 from bench.adaptive.load import MIXES
 from bench.figures import command_line
 from optkit.bench.environment import environment
-from optkit.tune.calibration import measured_in_a_process
+from optkit.simulation.step_costs import fit
+from optkit.tune.calibration import steps_in_a_process
 
 CALIBRATION_SECONDS = 120.0  # at most
 SECONDS = 60.0
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=len(SEEDS), choices=range(1, len(SEEDS) + 1))
     parser.add_argument("--save-result", type=Path)
     args = parser.parse_args(argv)
-    costs = measured_in_a_process(args.artifact, {}, CALIBRATION_SECONDS) if args.artifact else COSTS
+    costs = fit(steps_in_a_process(args.artifact, {}, CALIBRATION_SECONDS)) if args.artifact else COSTS
     rows = []
     for mix in MIXES:
         rows.append(compare(mix, costs, args.seconds, args.seeds))

@@ -30,13 +30,13 @@ from optkit.bench.servers import end_with_parent
 from optkit.bench.workload import BenchRequest
 from optkit.errors import UserError
 from optkit.simulation.simulator import Overheads, simulate
-from optkit.simulation.step_costs import StepCosts, StepShape, fit, step_shape
+from optkit.simulation.step_costs import StepCosts, StepShape, step_shape
 
 if TYPE_CHECKING:
     from optkit.runtime.engine import Engine
     from optkit.runtime.scheduling.config import SchedulerConfig
 
-STEP_SECONDS = 9.0  # of measured steps; loading and HTTP come on top
+STEP_SECONDS = 4.0  # of measured steps, each time; loading comes on top
 CHUNKS = ((16, 0), (64, 0), (64, 1024), (128, 0), (256, 0), (256, 768), (512, 0), (512, 512), (1024, 0))
 DECODES = tuple((count, context) for count in (1, 2, 4, 8, 16) for context in (64, 1024))
 MIXED = ((256, 4), (128, 8), (512, 2))  # (tokens of a chunk, decodes)
@@ -290,8 +290,10 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return best
 
 
-def measured_in_a_process(artifact: Path, options: dict[str, Any], timeout: float) -> StepCosts:
-    """The step costs of ``artifact``, measured in a child process.
+def steps_in_a_process(
+    artifact: Path, options: dict[str, Any], timeout: float
+) -> list[tuple[StepShape, float]]:
+    """(shape, seconds) of steps of ``artifact``, measured in a child process.
 
     Raises:
         UserError: the engine does not load, or the time is over.
@@ -313,7 +315,7 @@ def measured_in_a_process(artifact: Path, options: dict[str, Any], timeout: floa
         text = " ".join(done.stderr.decode(errors="replace").split())[-600:]
         raise UserError(f"calibration failed: {text}", where=str(artifact))
     data = json.loads(done.stdout.decode().splitlines()[-1])
-    return fit([(StepShape(**shape), seconds) for shape, seconds in data])
+    return [(StepShape(**shape), seconds) for shape, seconds in data]
 
 
 def main(arguments: Sequence[str]) -> None:

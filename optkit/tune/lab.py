@@ -28,12 +28,13 @@ from optkit.evaluation.limits import Z_975
 from optkit.recipe.engine_options import engine_options
 from optkit.recipe.schema import Accept, Recipe
 from optkit.runtime.scheduling.config import SchedulerConfig
+from optkit.simulation.step_costs import fit
 from optkit.tune.calibration import (
     Calibration,
     ProbeRun,
     at_server_speed,
-    measured_in_a_process,
     overheads,
+    steps_in_a_process,
 )
 from optkit.tune.settings import Setting
 
@@ -182,9 +183,13 @@ class Machine:
         return found.recipe == self.recipes[name] and source == self.source.digest
 
     def calibrate(self, name: str) -> dict[str, Any]:
+        """A ``Calibration`` of the artifact of ``name``: steps before and after requests to a server.
+
+        The speed of a shared machine changes within a minute; the mean of both is near that of the requests between.
+        """
         start = time.monotonic()
         directory = self.artifact(name)
-        costs = measured_in_a_process(directory, {}, CALIBRATION_SECONDS)
+        steps = steps_in_a_process(directory, {}, CALIBRATION_SECONDS)
         plain = Setting(name)
         runs = []
         with self.serving([plain]) as (run, failed):
@@ -201,8 +206,9 @@ class Machine:
             (length, output, count), saturated = OPEN_PROBE, runs[-1].records
             rate = 0.5 * len(saturated) / span(saturated)
             runs.append(probe(WorkloadConfig(count, length, output, None, rate, 900_000 + len(PROBES))))
+        steps += steps_in_a_process(directory, {}, CALIBRATION_SECONDS)
         limits = self.scheduler_config(plain)
-        costs = at_server_speed(limits, costs, runs)
+        costs = at_server_speed(limits, fit(steps), runs)
         added = overheads(limits, costs, runs)
         return Calibration(costs, added, time.monotonic() - start).to_dict()
 

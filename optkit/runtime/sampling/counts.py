@@ -95,6 +95,12 @@ def seen_tokens(request: Request, like: Tensor) -> Tensor:
     return torch.from_numpy(seen).to(like.device)
 
 
+def last_tokens(request: Request, count: int, like: Tensor) -> Tensor:
+    """The last ``count`` tokens of prompt and answer, each once, [n] int64, for logits ``like`` [V]."""
+    found = request.token_ids[len(request.token_ids) - count :]
+    return torch.from_numpy(np.unique(array(found))).to(like.device)
+
+
 def output_counts(request: Request, like: Tensor) -> tuple[Tensor, Tensor]:
     """The tokens of the answer, each once in any order, and the number of each, [n] int64, for logits ``like`` [V]."""
     if len(request.token_ids) > 2 * TAIL:

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from optkit.kernels.cpu import native, sampling
-from optkit.runtime.sampling.counts import output_counts, seen_tokens
+from optkit.runtime.sampling.counts import last_tokens, output_counts, seen_tokens
 from optkit.runtime.sampling.threads import one_thread
 from optkit.runtime.types import (
     CONSTRAINT_FAILED,
@@ -229,8 +229,7 @@ def penalized(request: Request, logits: Tensor) -> Tensor:
     """The tokens under ``repetition_penalty``, [n] int64: the last ``repeat_last_n``, or ``seen_tokens``."""
     last = request.sampling.repeat_last_n
     if 0 <= last <= len(request.token_ids):
-        found = request.token_ids[len(request.token_ids) - last :]
-        return torch.tensor(found, dtype=torch.int64, device=logits.device).unique()
+        return last_tokens(request, last, logits)
     return seen_tokens(request, logits)
 
 
