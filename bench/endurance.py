@@ -8,19 +8,22 @@ served. Resident memory of the server's processes is read once a second. ``--spl
 work, held to the client's half of the cores.
 
 A trend is a straight line through ten blocks of the windows (Theil and Sen), its sign by Kendall's rank correlation at
-95 %. Exit code 1: a number is above the bound in ``MOST``, or missing after a run too short for a trend. The first
-tenth of the run fills caches and is left out.
+95 %. A line does not see what begins late, so each block is also compared with the others. Exit code 1: a number is
+above the bound in ``MOST``, or missing after a run too short for a trend. The first tenth of the run fills caches and
+is left out. The result is saved after each window.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +37,20 @@ from optkit.bench import client, servers, workload
 from optkit.bench.environment import environment, load_average
 from optkit.bench.metrics import OPTKIT
 from optkit.bench.records import RequestRecord, clock
-from optkit.bench.statistics import trend
+from optkit.bench.statistics import BLOCKS, SMALLEST_BLOCKS, trend
 from optkit.bench.workload import WorkloadConfig
+from optkit.errors import UserError
+from optkit.machine.paths import check_place, replace_text
 from optkit.text.load import load_tokenizer
 
-MOST = {"failed": 0.0, "rss_mb_growth": 10.0, "ttft_p99_rise": 1.15, "gap_p99_rise": 1.15}
+MOST = {
+    "failed": 0.0,
+    "rss_mb_growth": 10.0,
+    "ttft_p99_rise": 1.15,
+    "ttft_p99_worst": 1.5,
+    "gap_p99_rise": 1.15,
+    "gap_p99_worst": 1.5,
+}
 SATURATING = 64  # requests at once, for the capacity
 LATENCIES = {"ttft": "ttft", "gap": "itl_chunks"}  # of a window: the name here, and of the metric
 INTERVAL_SECONDS = 1.0
@@ -47,6 +59,9 @@ SETTLING = 0.1  # of the run
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
+    if args.save_result:
+        check_place(args.save_result)
+        args.save_result.parent.mkdir(parents=True, exist_ok=True)
     before = environment()
     ids = workload.text_ids(load_tokenizer(str(args.artifact)))
     port = servers.free_port()
@@ -59,17 +74,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = servers.model_name(server.url)
         rate = args.share * capacity(server.url, model, args, ids)
         print(f"{rate:.2f} requests/s, {args.share:.0%} of the capacity", file=sys.stderr)
-        with watched(server.process.pid) as memory:
-            windows = run(server.url, model, rate, args, ids)
-    result = summary(windows, memory)
-    missed = [*beyond(result, MOST), *(name for name in MOST if name not in result)]
-    print_numbers(result, missed, 24, "10.4g", MOST)
-    if args.save_result:
         load = {"input_len": args.input_len, "output_len": args.output_len, "rate": rate, "share": args.share}
-        load["server_cores"], load["client_cores"] = sorted(server_cores), sorted(client_cores)
-        head = {"kind": "endurance", "environment": before, "load": load, **result, "missed": missed}
-        content = head | {"windows": windows, "memory": thinned(memory)}
-        args.save_result.write_text(json.dumps(content, separators=(",", ":")) + "\n")
+        load |= {"server_cores": sorted(server_cores), "client_cores": sorted(client_cores)}
+        head = {"kind": "endurance", "environment": before, "load": load}
+        windows: list[dict[str, Any]] = []
+        with watched(server.process.pid) as memory:
+            for window in run(server.url, model, rate, args, ids):
+                windows.append(window)
+                result = summary(windows, memory)
+                missed = [*beyond(result, MOST), *(name for name in MOST if name not in result)]
+                if args.save_result:
+                    content = {
+                        **head,
+                        **result,
+                        "missed": missed,
+                        "windows": windows,
+                        "memory": thinned(memory),
+                    }
+                    replace_text(args.save_result, json.dumps(content, separators=(",", ":")) + "\n")
+    print_numbers(result, missed, 24, "10.4g", MOST)
     return 1 if missed else 0
 
 
@@ -95,6 +118,8 @@ def capacity(url: str, model: str, args: argparse.Namespace, ids: Sequence[int])
     config = WorkloadConfig(SATURATING, args.input_len, args.output_len, None, float("inf"), seed=99)
     for round_ in range(2):
         records = client.run_workload(url, model, workload.build(config, ids, round_))
+    if failed := [record.error for record in records if not record.ok]:
+        raise UserError(f"{len(failed)} of {len(records)} requests failed: {failed[0]}", where="the server")
     return len(records) / (max(r.done or r.send for r in records) - min(r.send for r in records))
 
 
@@ -119,18 +144,23 @@ def watched(pid: int) -> Iterator[list[tuple[float, float]]]:
 
 def run(
     url: str, model: str, rate: float, args: argparse.Namespace, ids: Sequence[int]
-) -> list[dict[str, Any]]:
-    """A row for each window, until the time is over."""
-    config = WorkloadConfig(args.window, args.input_len, args.output_len, None, rate, seed=100)
+) -> Iterator[dict[str, Any]]:
+    """A row for each window, until the time is over; one at least.
+
+    The prompts of as many windows as have distinct first tokens differ in these; then another seed begins.
+    """
+    config = WorkloadConfig(args.window, args.input_len, args.output_len, None, rate)
+    together = max(1, len(set(ids)) // args.window)
     begin = clock()
-    windows: list[dict[str, Any]] = []
-    while clock() - begin < 60 * args.minutes:
-        load = workload.build(config, ids, len(windows))
+    for number in itertools.count():
+        load = workload.build(replace(config, seed=100 + number // together), ids, number % together)
         at, average = clock() - begin, load_average()
         records = client.run_workload(url, model, load)
-        windows.append({"at": round(at, 1), "load_average": average, **row(records)})
-        print(json.dumps(windows[-1]), file=sys.stderr, flush=True)
-    return windows
+        found = {"at": round(at, 1), "load_average": average, **row(records)}
+        print(json.dumps(found), file=sys.stderr, flush=True)
+        yield found
+        if clock() - begin >= 60 * args.minutes:
+            return
 
 
 def row(records: Sequence[RequestRecord]) -> dict[str, Any]:
@@ -139,14 +169,16 @@ def row(records: Sequence[RequestRecord]) -> dict[str, Any]:
     for name, metric in LATENCIES.items():
         samples = [1e3 * s for r in records if r.ok for s in OPTKIT[metric].samples(r)]
         for q in (50, 99):
-            found[f"{name}_p{q}"] = round(float(np.percentile(samples, q)), 3) if samples else float("nan")
+            found[f"{name}_p{q}"] = round(float(np.percentile(samples, q)), 3) if samples else None
     return found
 
 
 def summary(windows: Sequence[dict[str, Any]], memory: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Counts, and the begin, the end and the sign of each trend.
+    """Counts, and what memory and latencies did.
 
-    ``X_rise``: the end over the begin of the line through X where the line rises at 95 %, else 1.
+    ``rss_mb_growth``: the largest block mean less the first. ``X_first`` and ``X_last``: ends of the line through X;
+    ``X_rise``: the last over the first where the line rises at 95 %, else 1. ``X_worst``: the largest block mean over
+    the median block mean.
     """
     kept = windows[int(SETTLING * len(windows)) :]
     last = memory[-1][0] if memory else 0.0
@@ -156,16 +188,29 @@ def summary(windows: Sequence[dict[str, Any]], memory: Sequence[tuple[float, flo
         "failed": sum(row["failed"] for row in windows),
         "minutes": last / 60,
     }
-    of_memory = trend(resident)
-    if of_memory is not None:
-        found |= {"rss_mb_first": of_memory.first, "rss_mb_last": of_memory.last}
-        found["rss_mb_growth"] = of_memory.growth
+    blocks = block_means(resident)
+    if blocks is not None:
+        found |= {
+            "rss_mb_first": blocks[0],
+            "rss_mb_last": blocks[-1],
+            "rss_mb_growth": max(blocks) - blocks[0],
+        }
     for name in (f"{latency}_p{q}" for latency in LATENCIES for q in (50, 99)):
-        line = trend([row[name] for row in kept])
-        if line is not None:
+        values = [row[name] for row in kept if row[name] is not None]
+        line, blocks = trend(values), block_means(values)
+        if line is not None and blocks is not None:
             found |= {f"{name}_first": line.first, f"{name}_last": line.last}
             found[f"{name}_rise"] = line.last / line.first if line.grows() else 1.0
+            found[f"{name}_worst"] = max(blocks) / float(np.median(blocks))
     return found
+
+
+def block_means(values: Sequence[float]) -> list[float] | None:
+    """The means of ten consecutive blocks, or of fewer with two values each; None below five blocks."""
+    count = min(BLOCKS, len(values) // 2)
+    if count < SMALLEST_BLOCKS:
+        return None
+    return [float(part.mean()) for part in np.array_split(np.asarray(values, dtype=float), count)]
 
 
 def thinned(memory: Sequence[tuple[float, float]], most: int = 720) -> list[list[float]]:

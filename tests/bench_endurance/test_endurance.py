@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from bench import endurance
+from optkit.bench.records import RequestRecord
+from optkit.bench.workload import RequestSchedule
 
 SERVER = str(Path(__file__).parents[1] / "support" / "completions_server.py")
 
@@ -31,8 +33,42 @@ def test_a_rise_and_a_leak_are_seen_and_noise_is_not() -> None:
     leak = [(at, mb + at / 120) for at, mb in still]  # 30 MB an hour
     slower = 200 + noise + np.linspace(0, 80, 40)
     worse = endurance.summary(windows(slower, failed=1), leak)
-    assert worse["rss_mb_growth"] == pytest.approx(24.3, abs=2)  # between the centres of the outer blocks
+    assert worse["rss_mb_growth"] == pytest.approx(24.3, abs=2)  # between the centers of the outer blocks
     assert set(endurance.beyond(worse, endurance.MOST)) == {"failed", "rss_mb_growth", "ttft_p99_rise"}
+
+
+def test_what_begins_late_is_seen_too() -> None:
+    """A line through all blocks hardly moves by what happens in the last tenth."""
+    leak = [(float(i), 600.0 + max(0, i - 3000)) for i in range(3600)]
+    assert endurance.summary([], leak)["rss_mb_growth"] > 100
+    slow = np.full(40, 200.0)
+    slow[-4:] = 2000.0
+    found = endurance.summary(windows(slow), leak)
+    assert found["ttft_p99_rise"] < 1.15 and found["ttft_p99_worst"] > 5
+    assert set(endurance.beyond(found, endurance.MOST)) == {"rss_mb_growth", "ttft_p99_worst"}
+
+
+def test_windows_without_an_answer_are_counted_and_have_no_latencies(tmp_path: Path) -> None:
+    found = endurance.row([RequestRecord(0, 0.0, error="HTTP 500"), RequestRecord(1, 0.0, error="HTTP 500")])
+    assert found["failed"] == 2 and found["ttft_p99"] is None
+    assert endurance.summary([found] * 20, [])["failed"] == 40
+
+
+def test_prompts_last_for_any_number_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text has 500 different first tokens: three windows of 200 requests need a second seed."""
+    sent: list[tuple[int, ...]] = []
+    ticks = iter(range(100))
+
+    def answer(url: str, model: str, load: RequestSchedule) -> list[RequestRecord]:
+        sent.extend(request.prompt_ids for request in load.requests)
+        return [RequestRecord(request.index, 0.0, error="no") for request in load.requests]
+
+    monkeypatch.setattr(endurance.client, "run_workload", answer)
+    monkeypatch.setattr(endurance, "clock", lambda: 60.0 * next(ticks))
+    args = endurance.parse(["artifact", "--minutes", "12", "--window", "200", "--input-len", "6"])
+    rows = list(endurance.run("http://x", "m", 1e6, args, range(500)))
+    assert len(rows) >= 3 and len(sent) == 200 * len(rows)
+    assert len(set(sent[:400])) == 400 and not set(sent[:200]) & set(sent[400:600])
 
 
 def test_the_first_tenth_fills_caches_and_does_not_count() -> None:
@@ -49,6 +85,7 @@ def test_a_run_sends_windows_until_the_time_is_over_and_a_short_one_shows_nothin
     monkeypatch.setattr(endurance, "load_tokenizer", lambda _: None)
     monkeypatch.setattr(endurance.workload, "text_ids", lambda _: range(500))
     monkeypatch.setattr(endurance, "INTERVAL_SECONDS", 0.02)
+    monkeypatch.setattr(endurance, "SATURATING", 4)
     file = tmp_path / "endurance.json"
     words = ["artifact", "--minutes", "0.02", "--window", "20", "--input-len", "4", "--output-len", "3"]
     words += ["--split-cores"]
