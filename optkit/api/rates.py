@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -59,8 +60,14 @@ def find_rate(
         raise UserError("a rate is searched under a promise", where="--find-rate", fix="add --slo ttft:700")
     if probes < 1:
         raise UserError(f"probes must be positive, not {probes}", where="--find-rate")
+    if start is not None and not 0 < start < math.inf:
+        fix = "give requests per second, as in --request-rate 2, or leave it out"
+        raise UserError(
+            f"the first rate must be positive and finite, not {start:g}", where="--find-rate", fix=fix
+        )
     run = prepared(artifact, url, None, (), slo, tokenizer, assertions, line_to(progress))
     promise = Promise(run.bounds, tuple(claim for text in assertions for claim in parse(text)))
+    promise.check(load.num_prompts)
     with _running(run, load.at_rate(1.0), progress) as running:
         running.warm_up(load, num_warmups)
         return search(running, load, promise, start, probes)

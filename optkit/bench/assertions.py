@@ -73,13 +73,12 @@ class Percentile:
         records = result.records(result.sides[0])
         samples = [sample for r in records for sample in self.of.samples(r)]
         failed = sum(not r.ok for r in records)
-        q = self.of.q or 50.0
+        q = self._q
         found = percentile_bounds(samples, q, failed)
         near, far = (found.high, found.low) if self.below else (found.low, found.high)
         counts = f"{found.count} requests" + (f", {failed} failed" if failed else "")
         if near is None:
-            needed = samples_needed(max(q, 100 - q))
-            return Checked(self.text, "not shown", f"{needed} requests needed, {found.count} measured")
+            return Checked(self.text, "not shown", f"{self._needed} requests needed, {found.count} measured")
         sure = f"with 95 % confidence ({counts})"
         here, there = ("below", "above") if self.below else ("above", "below")
         if _beyond(near, self.bound, self.below):
@@ -87,6 +86,19 @@ class Percentile:
         if far is not None and not _beyond(far, self.bound, self.below):
             return Checked(self.text, "failed", f"{there} {far:.4g} ms {sure}")
         return Checked(self.text, "not shown", f"{here} {near:.4g} ms {sure}")
+
+    @property
+    def _q(self) -> float:
+        return self.of.q or 50.0
+
+    @property
+    def _needed(self) -> int:
+        """The fewest requests that bound the percentile on the side of the claim."""
+        return samples_needed(self._q if self.below else 100 - self._q)
+
+    def too_few(self, requests: int, _rounds: int) -> str | None:
+        """The reason why so many requests in so many rounds can't show the claim, or None."""
+        return None if requests >= self._needed else f"{self._needed} requests are needed, not {requests}"
 
 
 @dataclass(frozen=True)
@@ -115,6 +127,11 @@ class Joint:
             return Checked(self.text, "failed", f"{counts}, {allowed} may")
         return Checked(self.text, "not shown", f"{counts}, {allowed} may")
 
+    def too_few(self, requests: int, _rounds: int) -> str | None:
+        """The reason why so many requests in so many rounds can't show the claim, or None."""
+        needed = samples_needed(self.share)
+        return None if requests >= needed else f"{needed} requests are needed, not {requests}"
+
 
 @dataclass(frozen=True)
 class Mean:
@@ -127,6 +144,9 @@ class Mean:
 
     def check(self, result: BenchResult) -> Checked:
         side = result.sides[0]
+        failed = 0 if self.of.is_rate else sum(not r.ok for r in result.records(side))
+        if failed:
+            return Checked(self.text, "not shown", f"{failed} requests of {side} failed")
         values = [self.of.of(turn.records) for turn in result.turns if turn.side == side]
         found = mean_interval([value for value in values if value is not None])
         if found is None or None in values:
@@ -137,6 +157,10 @@ class Mean:
             _outcome(found.low, found.high, self.bound, self.below),
             f"{found} over {found.count} rounds",
         )
+
+    def too_few(self, _requests: int, rounds: int) -> str | None:
+        """The reason why so many requests in so many rounds can't show the claim, or None."""
+        return too_few_rounds(rounds)
 
 
 @dataclass(frozen=True)
@@ -160,6 +184,16 @@ class Relative:
         low, high = found.interval.low, found.interval.high
         detail = f"{found.interval.estimate:.3g}x [{low:.3g}, {high:.3g}] over {found.interval.count} rounds"
         return Checked(self.text, _outcome(low, high, self.factor, self.below), detail)
+
+    def too_few(self, _requests: int, rounds: int) -> str | None:
+        """The reason why so many requests in so many rounds can't show the claim, or None."""
+        return too_few_rounds(rounds)
+
+
+def too_few_rounds(rounds: int) -> str | None:
+    """The reason why ``rounds`` have no interval, or None."""
+    needed = rounds_needed()
+    return None if rounds >= needed else f"an interval needs {needed} rounds, not {rounds}"
 
 
 Claim = Percentile | Joint | Mean | Relative

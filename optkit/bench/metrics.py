@@ -194,20 +194,25 @@ def summarize(
 
 
 def slo_misses(records: Sequence[RequestRecord], slo: LatencyBounds, q: float = 95) -> list[str]:
-    """A line for each bound with a missed q-th percentile; failed requests count as infinitely late."""
+    """A line for each bound with a missed q-th percentile, or without a sample to compare.
+
+    Failed requests count as infinitely late.
+    """
     lines = []
     failed = sum(not r.ok for r in records)
     for name, bound in slo.bounds().items():
         samples = [1e3 * s for r in records if r.ok for s in OPTKIT[name].samples(r)]
         value = _percentile_with_failures(samples, failed, q)
-        if value > bound:
+        if value is None:
+            lines.append(f"p{q:g} {name} is not measured: no answer has a sample of {OPTKIT[name].formula}")
+        elif value > bound:
             lines.append(f"p{q:g} {name} {value:.1f} ms > {bound:g} ms")
     return lines
 
 
-def _percentile_with_failures(samples: list[float], failed: int, q: float) -> float:
-    """Percentile with an infinite sample for each failure."""
+def _percentile_with_failures(samples: list[float], failed: int, q: float) -> float | None:
+    """Percentile with an infinite sample for each failure; None without any."""
     if not failed:
-        return percentile(samples, q) or 0.0
+        return percentile(samples, q)
     ordered = np.sort(np.array([*samples, *[np.inf] * failed]))
     return float(ordered[int(np.ceil(q / 100 * (len(ordered) - 1)))])  # interpolating towards inf is inf

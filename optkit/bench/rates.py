@@ -24,7 +24,7 @@ from optkit.bench.environment import busy
 from optkit.bench.metrics import LatencyBounds
 from optkit.bench.result import BenchResult
 from optkit.bench.run import RunningSide, Session
-from optkit.bench.validity import grows, measuring_doubts, queue_of
+from optkit.bench.validity import grows, measuring_doubts, queue_of, sample_doubts
 from optkit.bench.workload import WorkloadConfig
 from optkit.errors import UserError
 
@@ -40,6 +40,18 @@ class Promise:
 
     slo: LatencyBounds = field(default_factory=LatencyBounds)
     claims: tuple[Claim, ...] = ()
+
+    def check(self, requests: int) -> None:
+        """Refuse a claim that no probe can show: each is a single round of ``requests`` requests.
+
+        Raises:
+            UserError: with the reason.
+        """
+        for claim in self.claims:
+            if reason := claim.too_few(requests, 1):
+                fix = "add --num-prompts, or claim a percentile, as in 'ttft_p95<700ms'"
+                what = f"each rate is tried in a single round of {requests} requests: {reason}"
+                raise UserError(what, where=f"--assert {claim.text}", fix=fix)
 
     def broken(self, result: BenchResult) -> list[str]:
         """Reasons against the rate of a probe, a line each; empty where the promise is held."""
@@ -106,7 +118,8 @@ class FoundRate:
 
     def doubts(self) -> list[str]:
         """Reasons against trusting the probes, each once."""
-        return _doubts(self.environment, [probe.result for probe in self.probes])
+        few = [doubt for probe in self.probes[:1] for doubt in sample_doubts(probe.result)]
+        return [*_doubts(self.environment, [probe.result for probe in self.probes]), *few]
 
     def to_dict(self) -> dict[str, Any]:
         """The rates with the raw records of each probe, as JSON data."""
@@ -166,7 +179,11 @@ def find_rate(
         promise: bounds or claims.
         start: the first rate; by default the throughput of single requests in turn.
         probes: the most rates to try.
+
+    Raises:
+        UserError: a claim needs more requests or rounds than a probe has.
     """
+    promise.check(config.num_prompts)
     side = session.sides[0]
     if start is None:
         start = _throughput(_one(session, side, synchronous(config), 0, promise))
@@ -280,11 +297,20 @@ def sweep(
 
 
 def _rates(result: BenchResult) -> list[float]:
-    """The throughput of each side in requests per second."""
-    found = []
+    """The throughput of each side that answers, in requests per second.
+
+    Raises:
+        UserError: no side answered a request in each round.
+    """
+    found, reasons = list[float](), list[UserError]()
     for side in result.sides:
         turns = [turn for turn in result.turns if turn.side == side]
-        found.append(_throughput(BenchResult(result.config, [side], turns)))
+        try:
+            found.append(_throughput(BenchResult(result.config, [side], turns)))
+        except UserError as error:
+            reasons.append(error)
+    if not found:
+        raise reasons[0]
     return found
 
 

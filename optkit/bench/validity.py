@@ -83,6 +83,11 @@ def measuring_doubts(result: BenchResult) -> list[str]:
     return [f"{name}: {doubt}" for name in result.sides for doubt in _Side(result, name).measuring()]
 
 
+def sample_doubts(result: BenchResult) -> list[str]:
+    """The doubts about too few requests for the bounds on a p95."""
+    return [f"{name}: {doubt}" for name in result.sides for doubt in _Side(result, name).samples()]
+
+
 class _Side:
     """The checks of a side."""
 
@@ -114,7 +119,7 @@ class _Side:
     def doubts(self) -> Iterator[str]:
         yield from self.measuring()
         yield from self._steady()
-        yield from self._samples()
+        yield from self.samples()
 
     def measuring(self) -> Iterator[str]:
         yield from self._client()
@@ -142,7 +147,7 @@ class _Side:
                 rounds = ", ".join(map(str, growing))
                 yield f"the queue grew in round {rounds}: latencies above capacity depend on the run's length"
 
-    def _samples(self) -> Iterator[str]:
+    def samples(self) -> Iterator[str]:
         if self.result.slo.bounds() and misses_allowed(len(self.records), 95) is None:
             yield (
                 f"a p95 of {len(self.records)} requests shows no bound at 95 % confidence: {samples_needed(95)} needed"

@@ -128,3 +128,36 @@ def test_sides_of_claims_are_checked_before_the_run() -> None:
         with pytest.raises(UserError, match="no side"):
             parse_all(["ttft_p50<1x baseline"], sides)
     assert parse_all(["ttft_p50<1x baseline"], ["new", "baseline", "transformers"])
+
+
+def test_a_mean_of_the_answered_requests_says_nothing_where_some_failed() -> None:
+    """A server that refuses three of four requests is fast for the fourth."""
+    assert checked("ttft_mean<700ms", 4, rounds=6).outcome == "held"
+    assert checked("ttft_mean<700ms", 4, failed=3, rounds=6).line() == (
+        "not shown: ttft_mean<700ms: 18 requests of a failed"
+    )
+    assert (
+        checked("output_throughput>=0.01", 4, failed=1, rounds=6).outcome == "held"
+    )  # failures lower a rate
+
+
+@pytest.mark.parametrize(
+    ("text", "requests", "rounds"),
+    [
+        ("ttft_p95<700ms", 59, 1),
+        ("ttft_p99<700ms", 299, 1),
+        ("95%:ttft<700ms", 59, 1),
+        ("ttft_mean<700ms", 1, 6),
+        ("output_throughput>=1", 1, 6),
+    ],
+)
+def test_a_claim_knows_what_it_needs(text: str, requests: int, rounds: int) -> None:
+    claim = one(text)
+    assert (
+        claim.too_few(requests, rounds) is None
+        and checked(text, requests, rounds=rounds).outcome != "not shown"
+    )
+    fewer = (requests - 1, rounds) if requests > 1 else (100, rounds - 1)
+    assert (
+        claim.too_few(*fewer) is not None and checked(text, fewer[0], rounds=fewer[1]).outcome == "not shown"
+    )

@@ -97,6 +97,11 @@ def test_slo_misses_name_the_metric_and_count_failures():
     assert slo_misses(broken, LatencyBounds(tpot=50)) == ["p95 tpot inf ms > 50 ms"]
 
 
+def test_a_bound_without_a_sample_is_missed():
+    (line,) = slo_misses([], LatencyBounds(ttft=50))
+    assert line.startswith("p95 ttft is not measured")
+
+
 def test_one_output_token_has_no_time_per_further_token():
     one = record(times=(11.0,), tokens=(1,))
     assert latency([one])["tpot"]["samples"] == 0

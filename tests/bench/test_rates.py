@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -118,3 +119,44 @@ def test_a_server_without_answers_is_a_user_error() -> None:
         pytest.raises(UserError, match="no rate to start from"),
     ):
         find_rate(running, WorkloadConfig(num_prompts=4, input_len=4), Promise(LatencyBounds(ttft=1)))
+
+
+@pytest.mark.parametrize("claim", ["ttft_mean<700ms", "output_throughput>=1", "ttft_p95<700ms"])
+def test_a_claim_that_no_probe_can_show_is_refused_before_anything_is_sent(claim: str) -> None:
+    server = FakeServer(normal)
+    config = WorkloadConfig(num_prompts=10, input_len=4, output_len=2, max_concurrency=None)
+    with server.run() as url, session([Side("s", url=url)], IDS, lambda _: None) as running:
+        sent = len(server.bodies)
+        with pytest.raises(UserError, match=r"single round of 10 requests: .* needed|needs 6 rounds, not 1"):
+            find_rate(running, config, Promise(claims=parse(claim)))
+        assert len(server.bodies) == sent
+
+
+def test_a_held_p95_of_few_requests_is_a_doubt() -> None:
+    few, many = (
+        result_of(1, n, lambda side, r, i: 0.5, sides=("a",), slo=LatencyBounds(ttft=700)) for n in (10, 60)
+    )
+    (doubt,) = FoundRate("a", (Probe(1.0, few, ()),)).doubts()
+    assert "a p95 of 10 requests shows no bound" in doubt
+    assert FoundRate("a", (Probe(1.0, many, ()),)).doubts() == []
+
+
+def test_a_promise_without_a_sample_is_broken() -> None:
+    made = result_of(1, 5, lambda side, r, i: 0.5, sides=("a",), slo=LatencyBounds(tpot=50))
+    for turn in made.turns:
+        turn.records[:] = [replace(r, chunks=r.chunks[:1], output_tokens=1) for r in turn.records]
+    (reason,) = Promise(LatencyBounds(tpot=50)).broken(made)
+    assert "tpot is not measured" in reason
+
+
+def test_a_sweep_goes_on_without_a_side_that_answers_nothing() -> None:
+    config = WorkloadConfig(num_prompts=8, input_len=4, output_len=2, max_concurrency=None)
+    with (
+        FakeServer(OneAtATime(0.01).script).run() as a,
+        FakeServer(lambda body: ["{"]).run() as b,
+        session([Side("a", url=a), Side("b", url=b)], IDS, lambda _: None) as running,
+    ):
+        found = sweep(running, config, LatencyBounds(), rates=2)
+        assert len(found.points) == 4 and not any(r.ok for r in found.points[1].result.records("b"))
+        with pytest.raises(UserError, match="no rate to start from"):
+            sweep(replace(running, sides=running.sides[1:]), config, LatencyBounds(), rates=2)
