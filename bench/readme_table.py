@@ -19,7 +19,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 MEASURED, PEERS = "measured", "peers"  # the sections' markers
-NOT_QUOTED = {"demo.json", "local.json", "peers-local.json", "peers-local-avx2.json", "sweep-local.json"}
+LOCAL = [f"{kind}-local{isa}.json" for kind in ("peers", "sweep") for isa in ("", "-avx2")]
+NOT_QUOTED = {"demo.json", "local.json", *LOCAL}
 ROWS = {
     "TTFT p50, ms": "latency_ms.ttft.p50",
     "TTFT p95, ms": "latency_ms.ttft.p95",

@@ -10,8 +10,10 @@ missed bound.
 ``--rank N`` measures N settings, too, with a server for each, in rounds of new arrivals. The ranking of a round is
 right where each of the three settings with the least simulated costs is among the three least measured costs, or above
 the third by at most ``SAME`` and the noise of the measurement at 95 %; four rounds of five have to be right. The noise
-is the spread of the logarithms of the costs beside the mean of each setting and of each round. All servers run at
-once, so the settings are those with the recipe's own KV pool.
+is the spread of the logarithms of the costs beside the mean of each setting and of each round; above ``MOST_NOISE``
+nothing is shown. All servers run at once, so the settings are those with the recipe's own KV pool.
+
+The result is saved after each part.
 
 Before and after each run a single client measures the speed of the machine. ``drift`` is the time over the time
 predicted by the calibration, and ``error_without_drift`` the error of a simulation at the speed of the run: the error
@@ -36,6 +38,8 @@ from optkit.bench.metrics import summarize
 from optkit.bench.records import RequestRecord
 from optkit.bench.slo import Load, Slo, parse_slo
 from optkit.bench.workload import RequestSchedule, WorkloadConfig
+from optkit.errors import UserError
+from optkit.machine.paths import check_place, replace_text
 from optkit.simulation.simulator import Overheads, capacity, simulate, simulate_rate
 from optkit.text.load import load_tokenizer
 from optkit.tune import goal
@@ -49,6 +53,7 @@ SAME = 1.05  # of the third best measured cost
 TOP = 3
 RIGHT = 0.8  # of the rankings
 ONE_SIDED = 1.645  # standard deviations at 95 %
+MOST_NOISE = 0.1  # of a measured cost
 LIMIT = 300.0  # seconds of a run
 SINGLE = 4  # requests of one client before and after a run, for the drift of the machine
 NUMBERS = (("latency_ms", "ttft", "p50"), ("latency_ms", "ttft", "p95"), ("output_throughput",))
@@ -163,7 +168,8 @@ def rank(
     chosen = [found[place] for place in places]
     measured: dict[Setting, list[float]] = {setting: [] for setting in chosen}
     with machine.serving(chosen) as (run, failed):
-        assert not failed, failed
+        if failed:
+            raise UserError("; ".join(failed.values()), where="--rank", fix="rank fewer settings")
         for round_, schedule in enumerate(schedules):
             for place in np.random.default_rng([seed, round_]).permutation(len(chosen)):
                 cost = goal.cost(slo, run(chosen[place], schedule, LIMIT))
@@ -232,32 +238,49 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-result", type=Path)
     given = parser.parse_args()
+    if 0 < given.rank <= TOP:
+        parser.error(f"--rank: a ranking has more than {TOP} settings")
+    if given.save_result:
+        check_place(given.save_result)
+        given.save_result.parent.mkdir(parents=True, exist_ok=True)
     machine = OneArtifact(given.artifact, Shape(given.input_len, given.output_len, Load(rate=1.0)))
+    result: dict[str, Any] = {"environment": environment(), "rates": [], "missed": []}
     known = Calibration.from_dict(machine.calibrate("artifact"))
+    result["calibration"] = known.to_dict()
     print(known, flush=True)
-    result: dict[str, Any] = {"environment": environment(), "calibration": known.to_dict(), "rates": []}
-    missed = []
     for number, share in enumerate(given.shares):
         row = compare(machine, known, share, given.num_prompts, given.seed + number)
         print(json.dumps(row, indent=1), flush=True)
         result["rates"].append(row)
-        missed += missed_numbers(row)
+        result["missed"] += missed_numbers(row)
+        save(given.save_result, result)
     if given.rank:
         config = machine.scheduler_config(Setting("artifact"))
         probe = at_rate(machine, 1.0, 48, given.seed)
         rate = given.rank_share * capacity(config, known.costs, probe.requests, known.overheads)
         machine.shape = Shape(given.input_len, given.output_len, Load(rate=rate))
-        slo = parse_slo(f"ttft_p95<{500}ms,tpot_p95<{50}ms")
+        slo = parse_slo("ttft_p95<500ms,tpot_p95<50ms")
         found = rank(machine, known, slo, given.rank, given.num_prompts, given.seed, given.rank_rounds)
         result["ranking"] = found
         print(f"rankings right: {found['right']}; noise of a cost {found['noise']:.1%}", flush=True)
-        missed += [] if np.mean(found["right"]) >= RIGHT else ["ranking"]
-    if given.save_result:
-        given.save_result.parent.mkdir(parents=True, exist_ok=True)
-        given.save_result.write_text(json.dumps(result, indent=1) + "\n")
-    for line in missed:
+        result["missed"] += missed_ranking(found)
+        save(given.save_result, result)
+    for line in result["missed"]:
         print("MISSED", line)
-    return bool(missed)
+    return bool(result["missed"])
+
+
+def missed_ranking(found: dict[str, Any]) -> list[str]:
+    """Too few rankings are right, or the noise is too large to tell."""
+    if found["noise"] > MOST_NOISE:
+        return [f"ranking: not shown, the noise of a cost is {found['noise']:.0%}"]
+    return [] if np.mean(found["right"]) >= RIGHT else ["ranking"]
+
+
+def save(file: Path | None, result: dict[str, Any]) -> None:
+    """Write the result so far, if there is a file."""
+    if file is not None:
+        replace_text(file, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

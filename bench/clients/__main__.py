@@ -3,10 +3,11 @@
     make load-clients
     python -m bench.clients artifact/
 
-In each round every tool sends own prompts of equal lengths, in turn; optkit's client runs once for each tool, with the
-tool's formulas. Compared are the geometric means over rounds of the ratios to optkit's numbers of the same round, with
-95 % intervals over rounds: mean TTFT, mean inter-token latency, output tokens per second. Exit code 1: a ratio is off
-by more than 5 %.
+In each round every tool sends own prompts of equal lengths, in turn; optkit's client runs before and after each tool,
+with the tool's formulas, so a steady drift of the machine cancels. Compared are the geometric means over rounds of the
+ratios to optkit's numbers of the same round, with 95 % intervals over rounds: mean TTFT, mean inter-token latency,
+output tokens per second. Exit code 1: a ratio is off by more than 5 %, or the half of an interval is wider than that,
+so the ratio is not shown. The result is saved after each round.
 
 The server gets a half of the cores and the tools the rest: aiperf is a dozen processes, and would slow the server
 down on shared cores, which is no difference between measurements. A machine with a single core has no rest.
@@ -19,7 +20,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from optkit.bench.prompts import PromptSource
 from optkit.bench.servers import free_port, model_name, optkit_command, running
 from optkit.bench.statistics import exponential, mean_interval
 from optkit.bench.workload import text_ids
+from optkit.machine.paths import check_place, replace_text
 from optkit.text.load import load_tokenizer
 
 BOUND = 0.05
@@ -52,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line("bench.clients", __doc__)
     parser.add_argument("artifact", type=Path)
     parser.add_argument(
-        "--rounds", type=int, default=20, help="6 or more have an interval; default: %(default)s"
+        "--rounds", type=int, default=16, help="6 or more have an interval; default: %(default)s"
     )
     parser.add_argument("--requests", type=int, default=20, help="of each tool in each round")
     parser.add_argument("--input-len", type=int, default=256)
@@ -64,62 +66,66 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--save-result", type=Path)
     args = parser.parse_args(argv)
     names = [args.only] if args.only else list(RUN)
+    if args.save_result:
+        check_place(args.save_result)
+        args.save_result.parent.mkdir(parents=True, exist_ok=True)
     before = environment()
     port = free_port()
     server_cores, tool_cores = split_cores(os.sched_getaffinity(0))
+    cores = {"server_cores": sorted(server_cores), "tool_cores": sorted(tool_cores)}
     os.sched_setaffinity(0, server_cores)  # a new process has the cores of its parent
+    rows: list[dict[str, Any]] = []
     with running(optkit_command(args.artifact, port), port) as url:
         os.sched_setaffinity(0, tool_cores)
         target = Target(url, model_name(url), args.artifact.resolve())
-        rows = measured(target, names, args)
-    result = ratios(rows, names)
-    missed = [
-        f"{name} {number}" for name, of in result.items() for number, x in of.items() if off(x["ratio"])
-    ]
+        for row in measured(target, names, args):
+            rows.append(row)
+            result = ratios(rows, names)
+            missed = [f"{n} {number}" for n, of in result.items() for number, x in of.items() if off(x)]
+            if args.save_result:
+                content = {
+                    "kind": "clients",
+                    "environment": before,
+                    **cores,
+                    "missed": missed,
+                    "ratios": result,
+                }
+                replace_text(args.save_result, json.dumps(content | {"rounds": rows}, indent=1) + "\n")
     for name, of in result.items():
         for number, x in of.items():
             interval = f" [{x['low']:.3f}, {x['high']:.3f}]" if "low" in x else ""
-            print(
-                f"{name:10} {number:18} {x['ratio']:6.3f}{interval} x optkit{'   MISSED' * off(x['ratio'])}"
-            )
-    if args.save_result:
-        cores = {"server_cores": sorted(server_cores), "tool_cores": sorted(tool_cores)}
-        content = {"kind": "clients", "environment": before, **cores, "missed": missed, "ratios": result}
-        content["rounds"] = rows
-        args.save_result.write_text(json.dumps(content, indent=1) + "\n")
+            print(f"{name:10} {number:18} {x['ratio']:6.3f}{interval} x optkit{off(x)}")
     return 1 if missed else 0
 
 
-def off(ratio: float) -> bool:
-    """Return True for a ratio beyond the bound, and for NaN."""
-    return not abs(ratio - 1) <= BOUND
+def off(x: Mapping[str, float]) -> str:
+    """A remark on a ratio beyond the bound, or with an interval wider than the bound; empty otherwise."""
+    if not abs(x["ratio"] - 1) <= BOUND:
+        return "   MISSED"
+    return "   NOT SHOWN" if "low" in x and not x["high"] - x["low"] <= 2 * BOUND else ""
 
 
-def measured(target: Target, names: Sequence[str], args: argparse.Namespace) -> list[dict[str, Any]]:
+def measured(target: Target, names: Sequence[str], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The numbers of each tool and of optkit's client, for each round."""
     tokenizer = load_tokenizer(str(target.tokenizer))
     ids = text_ids(tokenizer)
-    rows = []
     for round_ in range(args.rounds + 1):  # the first is a warm-up
-        sources = iter(loads(tokenizer, ids, round_, 2 * len(names), args))
+        sources = iter(loads(tokenizer, ids, round_, 3 * len(names), args))
         row = {}
         for name in names:
             print(f"round {round_} of {args.rounds}: {name}", file=sys.stderr)
-            row[name] = beside(
-                name, getattr(args, name), target, (next(sources), next(sources)), round_ % 2 == 0
-            )
-        rows.append(row)
-    return rows[1:]
+            row[name] = beside(name, getattr(args, name), target, [next(sources) for _ in range(3)])
+        if round_:
+            yield row
 
 
-def beside(
-    name: str, program: Path, target: Target, both: tuple[Load, Load], tool_first: bool
-) -> dict[str, Any]:
-    """The numbers of a tool, then of optkit's client or the reverse, with the ratio."""
+def beside(name: str, program: Path, target: Target, sets: Sequence[Load]) -> dict[str, Any]:
+    """The numbers of optkit's client, of a tool, and of optkit's client again, with the ratio to the mean of both."""
+    first = tools.optkit(target, sets[0], name)
     with tempfile.TemporaryDirectory() as folder:
-        first = RUN[name](program, target, both[0], Path(folder)) if tool_first else None
-        own = tools.optkit(target, both[1], name)
-        tool = first or RUN[name](program, target, both[0], Path(folder))
+        tool = RUN[name](program, target, sets[1], Path(folder))
+    last = tools.optkit(target, sets[2], name)
+    own = Numbers(*((a + b) / 2 for a, b in zip(vars(first).values(), vars(last).values(), strict=True)))
     return {"tool": vars(tool), "optkit": vars(own), "ratio": tool.over(own)}
 
 

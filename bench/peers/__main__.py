@@ -42,7 +42,7 @@ PEERS: dict[str, Callable[[str], Peer]] = {
 DEFAULT = [name for name in PEERS if not name.startswith("vllm") and name != "transformers-bf16"]
 RESULTS = ROOT / "bench" / "results"
 LOCAL = {NATIVE: RESULTS / "peers-local.json", AVX2: RESULTS / "peers-local-avx2.json"}
-LOCAL_SWEEP = RESULTS / "sweep-local.json"
+LOCAL_SWEEP = {NATIVE: RESULTS / "sweep-local.json", AVX2: RESULTS / "sweep-local-avx2.json"}
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -83,8 +83,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--retune", action="store_true", help="try the options of the chosen peers again")
     parser.add_argument("--save-result", type=Path, help="default: peers-local*.json, not committed")
     options = parser.parse_args(arguments)
+    if options.sweep and options.workloads != parser.get_default("workloads"):
+        parser.error("--workloads are the figures', and --sweep has a load of its own")
     options.rounds = options.rounds or (2 if options.sweep else 8)
-    options.save_result = options.save_result or (LOCAL_SWEEP if options.sweep else LOCAL[options.isa])
+    options.save_result = options.save_result or (LOCAL_SWEEP if options.sweep else LOCAL)[options.isa]
     return options
 
 

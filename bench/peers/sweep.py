@@ -55,6 +55,8 @@ class PeersSweep:
         report = self.measured.to_dict()
         kept = ("model", "isa", "environment", "artifacts", "servers", "skipped", "problems")
         data = self.sweep.to_dict() | {key: report[key] for key in kept}
+        for point in data["points"]:
+            drop_gaps(point["result"])
         return data | {"table": {"header": list(HEADER), "rows": self.rows()}}
 
     def rows(self) -> list[list[str]]:
@@ -107,6 +109,14 @@ def thinned(point: SweepPoint) -> SweepPoint:
     """The point with the first and the last token of each stream."""
     turns = [replace(turn, records=list(map(ends, turn.records))) for turn in point.result.turns]
     return replace(point, result=replace(point.result, turns=turns))
+
+
+def drop_gaps(result: dict[str, Any]) -> None:
+    """Leave the gaps between tokens out of a saved result: the events between the ends of a stream are not kept."""
+    result["comparison"] = {k: v for k, v in result["comparison"].items() if "itl" not in k}
+    for side in result["sides"].values():
+        for row in side["rounds"]:
+            row["latency_ms"] = {k: v for k, v in row["latency_ms"].items() if not k.startswith("itl")}
 
 
 def ends(record: RequestRecord) -> RequestRecord:

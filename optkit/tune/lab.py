@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from optkit.checkpoint.locate import ModelSource
 
 SETTLE = 0.5  # seconds between runs: the threads of the last server go to sleep
-CALIBRATION_SECONDS = 60.0  # of a process that measures for 15 s: loading comes on top
+CALIBRATION_SECONDS = 60.0  # at most, of measured steps with their loading, and of each run of requests
 TAIL = 10.0  # seconds that a run may take longer than its arrivals, at least
 WARM_UPS = 2
 PROBES = ((1, 128, 8, 8), (1, 512, 8, 5), (8, 128, 16, 24))  # (clients, prompt, output, requests) over HTTP
@@ -199,6 +199,7 @@ class Machine:
             def probe(config: WorkloadConfig) -> ProbeRun:
                 schedule = workload.build(config, self.ids())
                 records = run(plain, schedule, CALIBRATION_SECONDS)
+                refuse_failures(records, name)
                 return ProbeRun(config.max_concurrency, schedule.requests, records)
 
             for number, (clients, length, output, count) in enumerate(PROBES):
@@ -297,6 +298,19 @@ class Machine:
     def conditions(self) -> dict[str, Any]:
         """Facts about the machine for the log."""
         return environment()
+
+
+def refuse_failures(records: Sequence[RequestRecord], name: str) -> None:
+    """Refuse a calibration whose requests were not all answered: what is left is the faster part.
+
+    Raises:
+        UserError: with the first error.
+    """
+    failed = [record.error for record in records if not record.ok]
+    if failed:
+        what = f"{len(failed)} of {len(records)} requests of the calibration failed: {failed[0]}"
+        fix = f"each run has {CALIBRATION_SECONDS:g} s; try one by hand with optkit serve and optkit bench --url"
+        raise UserError(what, where=name, fix=fix)
 
 
 def quality(whole: Mapping[str, Any] | None, accept: Accept) -> tuple[list[str], list[str]]:

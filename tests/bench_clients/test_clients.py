@@ -126,7 +126,7 @@ def test_the_command_compares_and_saves(
     saved = json.loads(file.read_text())
     assert saved["ratios"]["aiperf"]["ttft_ms"] == {"ratio": pytest.approx(factor)}
     assert saved["missed"] == ([] if factor == 1.0 else ["guidellm ttft_ms", "aiperf ttft_ms"])
-    assert len(sent) == 3 * 4 * 3  # three prompts, four sets, two rounds and a warm-up
+    assert len(sent) == 3 * 6 * 3  # three prompts, six sets, two rounds and a warm-up
     assert ("MISSED" in capsys.readouterr().out) == (factor != 1.0)
 
 
@@ -136,3 +136,29 @@ def test_the_ratio_of_rounds_has_an_interval_from_six_on() -> None:
     assert found["low"] == pytest.approx(0.95) and found["high"] == pytest.approx(1.05)
     assert found["ratio"] == pytest.approx(np.prod(values) ** (1 / 6))
     assert set(command.of_rounds(values[:5])) == {"ratio"}
+
+
+@pytest.mark.parametrize(
+    ("found", "remark"),
+    [
+        ({"ratio": 1.04}, ""),
+        ({"ratio": 1.06}, "MISSED"),
+        ({"ratio": float("nan")}, "MISSED"),
+        ({"ratio": 1.0, "low": 0.97, "high": 1.04}, ""),
+        ({"ratio": 1.0, "low": 0.71, "high": 1.41}, "NOT SHOWN"),
+        ({"ratio": 1.0, "low": float("nan"), "high": 1.0}, "NOT SHOWN"),
+    ],
+)
+def test_a_ratio_has_to_be_near_one_and_known_well_enough(found: dict[str, float], remark: str) -> None:
+    assert command.off(found).strip() == remark
+
+
+def test_a_steady_drift_between_the_runs_of_a_round_cancels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine gets slower by a tenth with each run: the tool in the middle is as slow as the mean."""
+    runs = iter((1.0, 1.1, 1.2))
+    numbers = lambda *_: Numbers(*(3 * [100.0 * next(runs)]))  # noqa: E731
+    monkeypatch.setattr(command, "RUN", {"x": numbers})
+    monkeypatch.setattr(tools, "optkit", numbers)
+    load = Load(("a",), ((1,),), 2, 1)
+    found = command.beside("x", Path(), Target("http://x", "m", Path()), [load] * 3)
+    assert found["ratio"] == pytest.approx(dict.fromkeys(found["ratio"], 1.0))

@@ -72,6 +72,8 @@ def test_the_file_is_a_sweep_for_the_report_and_a_table_for_the_page(no_pause, t
     found.save(tmp_path / "sweep-tiny.json")
     benches = read_benches(tmp_path / "sweep-tiny.json")
     assert len(benches) == 4 and benches[0].result.sides == ["a", "b"]
+    saved = (tmp_path / "sweep-tiny.json").read_text()
+    assert '"ttft"' in saved and "itl" not in saved  # the gaps between tokens were not kept
     text = readme_table.peers_page(tmp_path)
     assert "## Under load" in text and "5 tokens in, 4 out, 2 rounds of a load" in text
     assert text.count("| synchronous |") == text.count("| all at once |") == 2

@@ -7,7 +7,16 @@ import math
 import numpy as np
 import pytest
 
-from bench.simulator import NUMBERS, at, is_right, median_seconds, missed_numbers, noise, slower
+from bench.simulator import (
+    NUMBERS,
+    at,
+    is_right,
+    median_seconds,
+    missed_numbers,
+    missed_ranking,
+    noise,
+    slower,
+)
 from optkit.bench.records import RequestRecord
 from optkit.simulation.simulator import Overheads
 
@@ -55,3 +64,12 @@ def test_drift_slows_all_parts_of_the_costs_alike() -> None:
     assert slower(Overheads(1.0, 2.0, 3.0, 4.0), 2.0) == Overheads(2.0, 4.0, 6.0, 8.0)
     done = [RequestRecord(0, 1.0, done=3.0), RequestRecord(1, 1.0, done=2.0), RequestRecord(2, 1.0)]
     assert median_seconds(done) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("right", "sigma", "missed"),
+    [(5, 0.05, 0), (4, 0.05, 0), (3, 0.05, 1), (5, 0.25, 1), (0, 0.0, 1)],
+)
+def test_four_of_five_rankings_count_where_the_noise_is_small(right: int, sigma: float, missed: int) -> None:
+    found = {"right": [True] * right + [False] * (5 - right), "noise": sigma}
+    assert len(missed_ranking(found)) == missed

@@ -15,9 +15,10 @@ from optkit.bench.slo import Load
 from optkit.errors import UserError
 from optkit.recipe.load import load_recipe
 from optkit.recipe.schema import Accept, Recipe
-from optkit.tune.lab import Machine, Shape, _command, quality
+from optkit.tune.lab import Machine, Shape, _command, quality, refuse_failures
 from optkit.tune.settings import Setting
 from tests.support.architectures import tiny_model
+from tests.support.rounds import broken, record
 
 ACCEPT = Accept(max_kld=0.01, min_top1=0.97)
 
@@ -54,6 +55,13 @@ def test_a_build_is_ended_at_its_time_and_a_failure_has_the_last_words() -> None
     with pytest.raises(UserError, match="recipe x: no such thing"):
         _command([sys.executable, "-c", "import sys; sys.exit('no such thing')"], 30, "recipe x")
     _command([sys.executable, "-c", ""], 30, "recipe x")
+
+
+def test_a_calibration_with_unanswered_requests_is_refused() -> None:
+    """The answered ones are the faster ones: a fit to them alone would promise too much."""
+    refuse_failures([record(0, 0.5)], "x")
+    with pytest.raises(UserError, match="1 of 2 requests of the calibration failed: HTTP 500"):
+        refuse_failures([record(0, 0.5), broken(1)], "x")
 
 
 def test_the_load_decides_arrivals_and_duration() -> None:

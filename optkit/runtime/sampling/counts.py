@@ -25,7 +25,7 @@ class SettledCounts:
     """The tokens of a growing list, each once, with the number of each.
 
     Attributes:
-        tokens: [n] int64, in the order of their first appearance.
+        tokens: [n] int64, in any order.
         counts: [V] int32, by token.
     """
 
