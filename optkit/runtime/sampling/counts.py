@@ -45,11 +45,15 @@ class SettledCounts:
 
 
 class TokenCounts:
-    """The counts of each token in the prompt and in the answer of a request, for a vocabulary of ``size`` tokens."""
+    """The counts of each token in the prompt and in the answer of a request, for a vocabulary of ``size`` tokens.
+
+    Attributes:
+        end: place after the settled tokens.
+    """
 
     def __init__(self, request: Request, size: int) -> None:
         self._answer, self._all = SettledCounts(size), SettledCounts(size)
-        self._end = request.num_prompt  # the place after the settled tokens
+        self.end = request.num_prompt
         self._all.add(array([*request.token_ids[: request.num_prompt], *left_out(request)]))
 
     def output(self, request: Request) -> tuple[np.ndarray, np.ndarray]:
@@ -67,14 +71,14 @@ class TokenCounts:
 
     def _tail(self, request: Request) -> np.ndarray:
         """The tokens that are not settled; all but the last ``TAIL`` are settled when there are twice as many."""
-        whole = (len(request.token_ids) - self._end) // TAIL - 1
+        whole = (len(request.token_ids) - self.end) // TAIL - 1
         if whole > 0:
-            end = self._end + whole * TAIL
-            settled = array(request.token_ids[self._end : end])
+            end = self.end + whole * TAIL
+            settled = array(request.token_ids[self.end : end])
             self._answer.add(settled)
             self._all.add(settled)
-            self._end = end
-        return array(request.token_ids[self._end :])
+            self.end = end
+        return array(request.token_ids[self.end :])
 
 
 def array(ids: Sequence[int]) -> np.ndarray:
@@ -111,7 +115,7 @@ def output_counts(request: Request, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def counts_of(request: Request, like: Tensor) -> TokenCounts:
-    """The counts kept by ``request``."""
-    if request.counts is None:
+    """The counts kept by ``request``; new ones where the tokens end before what was settled."""
+    if request.counts is None or len(request.token_ids) < request.counts.end:
         request.counts = TokenCounts(request, len(like))
     return request.counts

@@ -35,7 +35,7 @@ def test_counts_are_those_of_the_whole_list_while_guesses_come_and_go() -> None:
         assert sorted(tokens.tolist()) == sorted(wanted)  # each once
         assert sorted(seen_tokens(request, LOGITS).tolist()) == sorted({*request.token_ids})
         del request.token_ids[len(request.token_ids) - draw.randrange(5) :]
-    assert request.counts is not None and len(request.token_ids) - request.counts._end <= 2 * TAIL + 9
+    assert request.counts is not None and len(request.token_ids) - request.counts.end <= 2 * TAIL + 9
 
 
 def test_the_counts_of_an_answer_that_was_long_before_the_first_penalty() -> None:
@@ -53,3 +53,12 @@ def test_penalties_of_a_long_answer_are_those_of_their_definition() -> None:
     for token, count in Counter(request.output_ids).items():
         wanted[token] -= 0.2 * count + 0.4
     torch.testing.assert_close(penalize(LOGITS, request), wanted)
+
+
+def test_an_answer_that_begins_again_is_counted_again() -> None:
+    request = asked(9 * TAIL)
+    assert len(seen_tokens(request, LOGITS)) and request.counts is not None
+    settled = request.counts.end
+    del request.token_ids[settled - 5 :]
+    tokens, counts = output_counts(request, LOGITS)
+    assert dict(zip(tokens.tolist(), counts.tolist(), strict=True)) == Counter(request.output_ids)
