@@ -23,7 +23,7 @@ from bench.adaptive.load import MIXES
 from bench.figures import command_line
 from optkit.bench.environment import environment
 from optkit.simulation.step_costs import fit
-from optkit.tune.calibration import steps_in_a_process
+from optkit.tune.step_times import steps_in_a_process
 
 CALIBRATION_SECONDS = 120.0  # at most
 SECONDS = 60.0

@@ -34,9 +34,9 @@ from optkit.tune.calibration import (
     ProbeRun,
     at_server_speed,
     overheads,
-    steps_in_a_process,
 )
 from optkit.tune.settings import Setting
+from optkit.tune.step_times import steps_in_a_process
 
 if TYPE_CHECKING:
     from optkit.checkpoint.locate import ModelSource

@@ -1,0 +1,171 @@
+"""Times of single steps of an artifact, of many shapes through the real runner.
+
+``measure_steps`` takes KV blocks for requests of any length from the KV manager of a loaded engine, and times single
+steps: prefill chunks of several sizes and contexts, decodes of 1 to ``max_num_seqs`` requests at several contexts, and
+both in a step. The content of the KV has no influence on the time, so a context costs nothing to make. Layers with a
+window, and recurrent states, are measured without a context.
+
+The command ``python -m optkit.tune.step_times ARTIFACT`` prints the measured steps as JSON: a calling process stays
+small.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from optkit.bench.servers import end_with_parent
+from optkit.errors import UserError
+from optkit.simulation.step_costs import StepShape, step_shape
+
+if TYPE_CHECKING:
+    from optkit.runtime.engine import Engine
+    from optkit.runtime.scheduling.config import SchedulerConfig
+
+STEP_SECONDS = 4.0  # of measured steps, each time; loading comes on top
+CHUNKS = ((16, 0), (64, 0), (64, 1024), (128, 0), (256, 0), (256, 768), (512, 0), (512, 512), (1024, 0))
+DECODES = tuple((count, context) for count in (1, 2, 4, 8, 16) for context in (64, 1024))
+MIXED = ((256, 4), (128, 8), (512, 2))  # (tokens of a chunk, decodes)
+MIXED_CONTEXT = 256
+MOST_ROUNDS = 5
+LEAST_SHAPES = 8  # measured even if the time is over; the fit has six coefficients
+
+Item = tuple[int, int]  # new tokens, and tokens of context
+
+
+def shapes(config: SchedulerConfig) -> list[list[Item]]:
+    """The steps to measure within the limits of ``config``, cheap steps first."""
+    has_context = not any(config.kv_windows) and not config.num_state_slots
+    chunks = [(new, context if has_context else 0) for new, context in CHUNKS]
+    found: list[list[Item]] = [[chunk] for chunk in dict.fromkeys(chunks)]
+    found += [[(1, context if has_context else 0)] * count for count, context in DECODES]
+    found += [[(new, 0), *[(1, MIXED_CONTEXT if has_context else 0)] * count] for new, count in MIXED]
+    found = [items for index, items in enumerate(found) if items not in found[:index]]
+    return sorted(
+        (items for items in found if _fits(items, config)),
+        key=lambda items: (sum(n for n, _ in items), items),
+    )
+
+
+def _fits(items: Sequence[Item], config: SchedulerConfig) -> bool:
+    blocks = sum(config.blocks_needed(new + context, 1) + 1 for new, context in items)
+    return (
+        len(items) <= config.max_num_seqs
+        and sum(new for new, _ in items) <= config.max_num_batched_tokens
+        and all(new + context < config.max_model_len for new, context in items)
+        and blocks <= config.num_blocks
+    )
+
+
+def measure_steps(engine: Engine, seconds: float = STEP_SECONDS) -> list[tuple[StepShape, float]]:
+    """(shape, seconds) of steps on ``engine``, at most ``MOST_ROUNDS`` times each, for about ``seconds``.
+
+    The memory of the KV pool is touched before, and the smallest and the largest step run once unmeasured: the first
+    use of memory takes longer than a step. The result has the median of each shape.
+    """
+    times: dict[int, list[float]] = {}
+    made: dict[int, StepShape] = {}
+    plans = shapes(engine.config)
+    for block in range(engine.config.num_blocks):
+        engine.runner.write_block(block, engine.runner.read_block(block))
+    for items in (plans[-1], plans[0]):
+        measure_step(engine, items)
+    end = time.perf_counter() + seconds
+    for _ in range(MOST_ROUNDS):
+        for number, items in enumerate(plans):
+            left, known = end - time.perf_counter(), times.setdefault(number, [])
+            if left <= 0 and len(made) >= LEAST_SHAPES:
+                continue
+            if known and known[-1] > left:
+                continue
+            made[number], took = measure_step(engine, items)
+            known.append(took)
+    return [(shape, float(np.median(times[number]))) for number, shape in made.items()]
+
+
+def measure_step(engine: Engine, items: Sequence[Item]) -> tuple[StepShape, float]:
+    """Shape and seconds of a step with ``items``, sampling included. All blocks are free again afterwards.
+
+    Raises:
+        ValueError: the KV pool has no room.
+    """
+    from optkit.runtime.sampling.sampler import sample
+    from optkit.runtime.types import Batch, EngineRequest, Request, SamplingParams, ScheduledRequest
+
+    kv = engine.scheduler.kv
+    generator = np.random.default_rng(len(items))
+    requests: list[Request] = []
+    try:
+        for number, (new, context) in enumerate(items):
+            ids = generator.integers(0, engine.runner.vocab_size, new + context).tolist()
+            sampling = SamplingParams(max_tokens=1, temperature=0.0)
+            received = EngineRequest(
+                request_id=f"calibration-{number}", prompt_ids=tuple(ids), sampling=sampling, arrival=0.0
+            )
+            request = Request(received, ids)
+            if not kv.admit(request, new + context):
+                raise ValueError(f"no room for {new + context} tokens")
+            requests.append(request)
+            request.num_computed = context
+        batch = Batch(tuple(ScheduledRequest(r, new) for r, (new, _) in zip(requests, items, strict=True)))
+        shape = step_shape(batch.items)
+        start = time.perf_counter()
+        logits = engine.runner.execute(batch)
+        sample(logits, requests)
+        return shape, time.perf_counter() - start
+    finally:
+        for request in requests:
+            kv.release(request)
+
+
+def steps_in_a_process(
+    artifact: Path, options: dict[str, Any], timeout: float
+) -> list[tuple[StepShape, float]]:
+    """(shape, seconds) of steps of ``artifact``, measured in a child process.
+
+    Raises:
+        UserError: the engine does not load, or the time is over.
+    """
+    command = [sys.executable, "-m", "optkit.tune.step_times", str(artifact), json.dumps(options)]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            timeout=timeout,
+            stdin=subprocess.DEVNULL,
+            check=False,
+            preexec_fn=end_with_parent,
+        )
+    except subprocess.TimeoutExpired as error:
+        what = f"calibration did not end within {timeout:.0f} s"
+        raise UserError(what, where=str(artifact), fix="give a larger --budget") from error
+    if done.returncode:
+        text = " ".join(done.stderr.decode(errors="replace").split())[-600:]
+        raise UserError(f"calibration failed: {text}", where=str(artifact))
+    data = json.loads(done.stdout.decode().splitlines()[-1])
+    return [(StepShape(**shape), seconds) for shape, seconds in data]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the measured steps of an artifact as JSON. Arguments: the directory, and engine options as JSON."""
+    import torch
+
+    from optkit.runtime.factory import open_engine
+    from optkit.runtime.process.worker import cores
+
+    options = json.loads(arguments[1]) if len(arguments) > 1 else {}
+    torch.set_num_threads(options.get("threads") or cores())
+    found = measure_steps(open_engine(arguments[0], **options))
+    sys.stdout.write(json.dumps([[asdict(shape), seconds] for shape, seconds in found]) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

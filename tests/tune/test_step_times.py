@@ -1,0 +1,64 @@
+"""Times of steps on a tiny model with real kernels."""
+
+from __future__ import annotations
+
+import pytest
+
+from optkit.runtime.scheduling.config import SchedulerConfig
+from optkit.simulation.step_costs import StepShape, fit
+from optkit.tune.step_times import measure_step, measure_steps, shapes
+from tests.support.tiny_runtime import engine
+
+CONFIG = SchedulerConfig(
+    max_num_seqs=16, max_num_batched_tokens=2048, max_model_len=4096, block_size=32, num_blocks=1000
+)
+
+
+def test_shapes_cover_prompts_contexts_batches_and_both_together() -> None:
+    found = shapes(CONFIG)
+    assert {len(items) for items in found} >= {1, 2, 4, 8, 16, 5, 9}
+    assert {items[0] for items in found if len(items) == 1} >= {(1024, 0), (512, 512), (64, 0), (1, 1024)}
+    sizes = [sum(new for new, _ in items) for items in found]
+    assert sizes == sorted(sizes)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_num_seqs": 2, "max_num_batched_tokens": 128},
+        {"max_model_len": 200},
+        {"num_blocks": 20},
+        {"max_model_len": 40, "num_blocks": 2, "max_num_seqs": 1},
+    ],
+)
+def test_shapes_fit_the_limits(limits: dict[str, int]) -> None:
+    config = SchedulerConfig(
+        **{
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 2048,
+            "max_model_len": 4096,
+            "block_size": 32,
+            "num_blocks": 1000,
+        }
+        | limits
+    )
+    found = shapes(config)
+    assert found
+    for items in found:
+        assert len(items) <= config.max_num_seqs
+        assert sum(new for new, _ in items) <= config.max_num_batched_tokens
+        assert sum(-(-(new + context) // 32) for new, context in items) <= config.num_blocks
+
+
+def test_steps_are_measured_through_the_runner_and_leave_no_block_behind() -> None:
+    made = engine()
+    used = made.stats().kv_blocks_used
+    shape, seconds = measure_step(made, [(5, 16), (1, 40), (1, 30)])
+    assert shape == StepShape(7, 3, 5 * 18.5, 70) and 0 < seconds < 5
+    found = measure_steps(made, 0.3)
+    assert len(found) == len(shapes(made.config)) and all(seconds > 0 for _, seconds in found)
+    assert made.stats().kv_blocks_used == used and not made.has_work
+    assert fit(found).seconds(StepShape(64, 1, 2048.0, 0)) > 0
+    with pytest.raises(ValueError, match="no room"):
+        measure_step(made, [(60, 60)] * 20)
+    assert made.stats().kv_blocks_used == used
