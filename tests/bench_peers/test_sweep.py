@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,6 +77,24 @@ def test_the_file_is_a_sweep_for_the_report_and_a_table_for_the_page(no_pause, t
     assert "## Under load" in text and "5 tokens in, 4 out, 2 rounds of a load" in text
     assert text.count("| synchronous |") == text.count("| all at once |") == 2
     assert "Versions: a: a 1; b: b 1." in text and "Not measured: c (not installed)" in text
+
+
+def test_the_page_counts_failed_requests_and_problems_of_the_whole_run(no_pause, tmp_path):
+    found = swept([Fake("a"), Fake("b")])
+    file = tmp_path / "sweep-tiny.json"
+
+    def warnings():
+        found.save(file)
+        return int((re.findall(r"Warnings of this run: (\d+)", readme_table.peers_page(tmp_path)) or [0])[0])
+
+    before, doubts = warnings(), found.sweep.doubts()
+    found.sweep.points[1].result.turns[0].records[:2] = [
+        RequestRecord(i, 0.5, error="HTTP 500") for i in (0, 1)
+    ]
+    found.measured.isa = "avx2"
+    for name, used in (("a", False), ("b", True)):
+        found.measured.servers[name].used_avx512 = used
+    assert warnings() == before + 3 + len(found.sweep.doubts()) - len(doubts)
 
 
 def test_a_kept_stream_has_its_ends_and_the_same_numbers():

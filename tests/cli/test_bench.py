@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from starlette.responses import JSONResponse
 
 from optkit.bench import run as bench_run
 from optkit.cli import main
-from tests.support.fake_server import FakeServer, normal
+from tests.support.fake_server import FakeServer, normal, text, usage
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +109,31 @@ def test_bench_sweeps(no_model, capsys):
     out = capsys.readouterr().out
     assert "synchronous" in out and "all at once" in out
     assert "goodput req/s" in out and "goodput" not in plain
+
+
+def failing_after(answers):
+    """A script with so many answers, then HTTP 500."""
+    left = iter(range(answers))
+    return lambda body: normal(body) if next(left, None) is not None else JSONResponse({}, 500)
+
+
+def test_a_sweep_names_failed_requests_below_its_table(no_model, capsys):
+    with FakeServer(failing_after(10)).run() as url:
+        assert main.run(["bench", "--url", url, *FEW, "--sweep", "--probes", "1"]) == 0
+    err = capsys.readouterr().err
+    assert "all at once, " in err and ": 2 of 6 requests failed, the first: " in err
+    assert err.count(": all 6 requests failed, the first: ") == 1 and "500" in err
+
+
+def test_a_search_names_failed_requests_and_wrong_answers(no_model, capsys):
+    words = [*FEW, "--find-rate", "--probes", "1", "--request-rate", "50", "--slo", "ttft:60000"]
+    with FakeServer(failing_after(0)).run() as url:
+        assert main.run(["bench", "--url", url, *words]) == 3
+    assert "50/s, " in (err := capsys.readouterr().err) and "all 6 requests failed" in err
+    with FakeServer(lambda body: [text("a "), usage(len(body["prompt"]), 1), "[DONE]"]).run() as url:
+        main.run(["bench", "--url", url, *words])
+    err = capsys.readouterr().err
+    assert "1 output tokens, asked for 2 (and 5 more)" in err and err.count("asked for") == 1
 
 
 def test_a_result_without_a_place_is_refused_before_the_run(no_model, tmp_path):
