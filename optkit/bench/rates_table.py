@@ -98,11 +98,13 @@ def queue(result: BenchResult, side: str) -> str:
 
 def _percentile(result: BenchResult, side: str, of: Quantity) -> str:
     records = result.records(side)
-    value = of.of(records)
+    value, q = of.of(records), of.q or 50.0
     samples = [sample for r in records for sample in of.samples(r)]
-    bounds = percentile_bounds(samples, of.q or 50.0, sum(not r.ok for r in records))
+    bounds = percentile_bounds(samples, q, sum(not r.ok for r in records))
     if value is None:
         return "-"
+    if not result.shows(side, ("latency_ms", of.metric, f"p{q:g}")):
+        return NOT_SHOWN
     if bounds.high is None or bounds.low is None:
-        return NOT_SHOWN if of.q != 50 else f"{value:.3g}"
+        return f"{value:.3g}"
     return f"{value:.3g} [{bounds.low:.3g}, {bounds.high:.3g}]"

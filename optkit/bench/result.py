@@ -19,6 +19,7 @@ from optkit.bench import assertions, comparison
 from optkit.bench.environment import busy
 from optkit.bench.metrics import DEFINITIONS, PERCENTILES, LatencyBounds, slo_misses, summarize
 from optkit.bench.records import RequestRecord
+from optkit.bench.statistics import misses_allowed
 from optkit.bench.validity import TurnConditions, Validity, validity
 from optkit.bench.workload import WorkloadConfig
 
@@ -95,6 +96,16 @@ class BenchResult:
     def finished(self, side: str) -> int:
         """Requests of ``side`` that were answered, over all rounds."""
         return sum(record.ok for record in self.records(side))
+
+    def shows(self, side: str, key: Key) -> bool:
+        """Return False for a latency's percentile above p50 with fewer requests of ``side`` than show it.
+
+        The requests of all rounds count, as far as they were answered (``statistics.samples_needed``).
+        """
+        if key[0] != "latency_ms" or not key[-1].startswith("p"):
+            return True
+        q = float(key[-1][1:])
+        return q <= 50 or misses_allowed(self.finished(side), q) is not None
 
     def statistic(self, side: str, path: Sequence[str]) -> dict[str, float] | None:
         """Median and quartiles over rounds of a number of the summaries, e.g. ("latency_ms", "ttft", "p50")."""
