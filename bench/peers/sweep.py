@@ -26,6 +26,7 @@ from optkit.bench.records import RequestRecord
 from optkit.bench.result import Turn
 from optkit.bench.run import RunningSide, Session
 from optkit.bench.workload import RequestSchedule, WorkloadConfig
+from optkit.machine.paths import save_text
 
 LOAD = WorkloadConfig(num_prompts=60, input_len=256, output_len=32, seed=8)
 HEADER = ("load", "side", *rates_table.COLUMNS, "queue")
@@ -67,8 +68,7 @@ class PeersSweep:
 
     def save(self, path: Path) -> None:
         """Compact JSON with microseconds."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(rounded(self.to_dict()), separators=(",", ":")) + "\n", "utf-8")
+        save_text(path, json.dumps(rounded(self.to_dict()), separators=(",", ":")) + "\n")
 
 
 def measure(

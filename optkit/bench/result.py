@@ -22,6 +22,7 @@ from optkit.bench.records import RequestRecord
 from optkit.bench.statistics import misses_allowed
 from optkit.bench.validity import TurnConditions, Validity, validity
 from optkit.bench.workload import WorkloadConfig
+from optkit.machine.paths import save_text
 
 SCHEMA = 1
 RATES = ("output_throughput", "request_throughput")
@@ -155,8 +156,7 @@ class BenchResult:
         }
 
     def save(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        save_text(path, json.dumps(self.to_dict(), indent=1) + "\n")
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> BenchResult:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +20,7 @@ from optkit.extras import need_extra
 from optkit.machine.paths import check_place
 
 if TYPE_CHECKING:
+    from optkit.api.bench import BenchReport
     from optkit.bench.rates import FoundRate, Sweep
     from optkit.bench.workload import WorkloadConfig
 
@@ -289,9 +291,9 @@ def bench(
                     rounds=rounds or 1, rates=probes or 5, num_warmups=num_warmups, tokenizer=tokenizer,
                     progress=lambda event: progress(event.text),
                 )  # fmt: skip
-        if save_result:
-            found.save(save_result)
-        if not print_rates(found, as_json):
+        with _saving(found, save_result):
+            held = print_rates(found, as_json)
+        if not held:
             raise typer.Exit(SLO_MISSED)
         return
     _refuse({"--probes": probes}, "a single load")
@@ -304,11 +306,20 @@ def bench(
             assertions=assertions or (), definitions=definitions, tokenizer=tokenizer, seed=seed,
             progress=lambda event: progress(event.text),
         )  # fmt: skip
-    if save_result:
-        report.save(save_result)
-    print_report(report, as_json)
+    with _saving(report, save_result):
+        print_report(report, as_json)
     if report.exit_code:
         raise typer.Exit(report.exit_code)
+
+
+@contextmanager
+def _saving(measured: BenchReport | FoundRate | Sweep, file: Path | None) -> Iterator[None]:
+    """Save the result after the body has printed it: a full disk costs no table, a closed pipe no result."""
+    try:
+        yield
+    finally:
+        if file:
+            measured.save(file)
 
 
 def _load(

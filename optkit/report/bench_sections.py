@@ -242,7 +242,10 @@ LOAD_NUMBERS = (
     ("TTFT p95, ms", ("latency_ms", "ttft", "p95")),
     ("TPOT p50, ms", ("latency_ms", "tpot", "p50")),
 )
-TOO_FEW = f"A p95 of fewer than {samples_needed(95)} requests is not shown: the largest of so few may lie below the true p95."
+TOO_FEW = (
+    f"A p95 of fewer than {samples_needed(95)} requests is not shown: "
+    "the largest of so few may lie below the true p95."
+)
 
 
 def loads_table(benches: Sequence[Bench]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

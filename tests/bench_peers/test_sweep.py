@@ -124,3 +124,8 @@ def test_the_command_takes_a_sweep(tmp_path, monkeypatch, capsys):
     assert json.loads(file.read_text())["kind"] == "sweep"
     assert "| synchronous | a |" in capsys.readouterr().out
     assert Path(file).stat().st_size < 100_000
+    assert command.main([*words[:-1], "/dev/full"]) == 2
+    out = capsys.readouterr()
+    assert "| synchronous | a |" in out.out and "error: /dev/full: can't be written: No space" in out.err
+    monkeypatch.setattr(command, "find_model", lambda name, gguf: pytest.fail("measured"))
+    assert command.main([*words[:-1], str(tmp_path)]) == 2

@@ -111,6 +111,32 @@ def test_bench_sweeps(no_model, capsys):
     assert "goodput req/s" in out and "goodput" not in plain
 
 
+@pytest.mark.parametrize(
+    "mode",
+    [
+        ["--rounds", "1"],
+        ["--sweep", "--probes", "1"],
+        ["--find-rate", "--probes", "1", "--slo", "ttft:60000"],
+    ],
+)
+def test_a_full_disk_costs_the_file_and_not_the_table(no_model, capsys, mode):
+    with FakeServer(normal).run() as url:
+        assert main.run(["bench", url, *FEW, *mode, "--save-result", "/dev/full"]) == 2
+    out = capsys.readouterr()
+    assert "TTFT p50 ms" in out.out
+    assert "error: /dev/full: can't be written: No space left on device. make room on the disk" in out.err
+
+
+def test_the_result_is_saved_where_the_table_can_not_be_printed(no_model, monkeypatch, tmp_path):
+    def closed(*_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("optkit.cli.bench.print_report", closed)
+    with FakeServer(normal).run() as url:
+        main.run(["bench", url, *FEW, "--rounds", "1", "--save-result", str(tmp_path / "r.json")])
+    assert json.loads((tmp_path / "r.json").read_text())["turns"]
+
+
 def failing_after(answers):
     """A script with so many answers, then HTTP 500."""
     left = iter(range(answers))
@@ -136,8 +162,9 @@ def test_a_search_names_failed_requests_and_wrong_answers(no_model, capsys):
     assert "1 output tokens, asked for 2 (and 5 more)" in err and err.count("asked for") == 1
 
 
-def test_a_result_without_a_place_is_refused_before_the_run(no_model, tmp_path):
+@pytest.mark.parametrize("mode", [[], ["--sweep"], ["--find-rate", "--slo", "ttft:60000"]])
+def test_a_result_without_a_place_is_refused_before_the_run(no_model, tmp_path, mode):
     server = FakeServer(normal)
     with server.run() as url:
-        assert main.run(["bench", url, *FEW, "--save-result", str(tmp_path)]) == 2
+        assert main.run(["bench", url, *FEW, *mode, "--save-result", str(tmp_path)]) == 2
     assert not server.headers
