@@ -204,7 +204,7 @@ def held_to(data: dict[str, Any]) -> str:
 
 
 def isa_lines(servers: dict[str, Any]) -> list[str]:
-    """A line with each server's word on its instruction set, for results that have it."""
+    """A line with the instruction sets named by the servers; empty for results without."""
     found = [
         f"{name}: {isa}{avx512_text(report.get('used_avx512'))}"
         for name, report in servers.items()

@@ -3,8 +3,8 @@
 The servers start and take turns as in a run of figures (``bench.peers.measure``); the loads are those of ``optkit bench
 --sweep``: the same requests at the same arrivals for every server, open loops in between. A server that answers one
 request at a time is left out. The file has the kind of ``optkit bench --sweep --save-result``, so ``optkit report
---bench FILE`` draws it, and beside that the servers' settings. Of each stream it keeps the first and the last token,
-which TTFT, TPOT and end-to-end times are computed from.
+--bench FILE`` draws the loads, with the servers' settings. Of each stream the first and the last token are kept: TTFT,
+TPOT and end-to-end times come from these.
 """
 
 from __future__ import annotations

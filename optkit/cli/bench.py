@@ -70,13 +70,14 @@ def bench(
         typer.Option(
             help=f"Requests of each side in each round. Default: {NUM_PROMPTS}; "
             f"{NUM_PROMPTS_OF_RATES} with --sweep and --find-rate.",
+            min=1,
             rich_help_panel=LOAD,
         ),
     ] = None,
     input_len: Annotated[
         int,
         typer.Option(
-            "--input-len", "--random-input-len", help="Tokens of each prompt.", rich_help_panel=LOAD
+            "--input-len", "--random-input-len", help="Tokens of each prompt.", min=1, rich_help_panel=LOAD
         ),
     ] = 512,
     output_len: Annotated[
@@ -85,6 +86,7 @@ def bench(
             "--output-len",
             "--random-output-len",
             help="Output tokens of each request; no request stops early.",
+            min=1,
             rich_help_panel=LOAD,
         ),
     ] = 64,
@@ -92,6 +94,7 @@ def bench(
         int | None,
         typer.Option(
             help="Most requests in flight. Default: 1 without --request-rate and --trace, else no limit.",
+            min=1,
             rich_help_panel=LOAD,
         ),
     ] = None,
@@ -346,9 +349,9 @@ def _load(
 
 
 def _refuse(given: Mapping[str, object], option: str) -> None:
-    """Refuse options that would be without effect."""
+    """Refuse options that would be without effect; None, False and an empty list are options not given."""
     for name, value in given.items():
-        if value:
+        if value is not None and value is not False and value != []:
             raise UserError(
                 f"{name} has no effect with {option}", where="optkit bench", fix=f"leave out {name}"
             )

@@ -137,6 +137,23 @@ def test_the_result_is_saved_where_the_table_can_not_be_printed(no_model, monkey
     assert json.loads((tmp_path / "r.json").read_text())["turns"]
 
 
+@pytest.mark.parametrize("number", ["0", "-1"])
+@pytest.mark.parametrize("option", ["--num-prompts", "--input-len", "--output-len", "--max-concurrency"])
+@pytest.mark.parametrize("mode", [[], ["--sweep"], ["--find-rate", "--slo", "ttft:60000"]])
+def test_a_number_of_nothing_is_refused_in_a_line(no_model, capsys, mode, option, number):
+    server = FakeServer(normal)
+    with server.run() as url:
+        assert main.run(["bench", url, *mode, option, number]) == 2
+    assert not server.bodies
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if option in line]
+    assert "greater than or equal to 1" in line
+
+
+def test_a_rate_of_zero_is_an_option_given(no_model, capsys):
+    assert main.run(["bench", "http://127.0.0.1:9", "--sweep", "--request-rate", "0"]) == 2
+    assert "--request-rate has no effect with --sweep" in capsys.readouterr().err
+
+
 def failing_after(answers):
     """A script with so many answers, then HTTP 500."""
     left = iter(range(answers))
