@@ -178,7 +178,8 @@ def bench(
         str | None,
         typer.Option(
             help=_bounds_help("--slo")
-            + " --slo recipe takes the bounds of the artifact's recipe. Exit code 3 if the p95 misses a bound.",
+            + " --slo recipe takes the bounds of the artifact's recipe. Exit code 3 if the p95 misses a bound; with "
+            "--sweep, which goes to saturation, the same as --goodput.",
             rich_help_panel=PROMISES,
         ),
     ] = None,
@@ -247,8 +248,8 @@ def bench(
     objective; nothing is said of the objective memory.
 
     Exit codes: 0 done, 2 wrong usage or no server, 3 the p95 of the first side misses a bound of --slo (with
-    --find-rate: no rate holds), 4 the artifact is slower than one of the sides, by the objective of its recipe and in
-    every round, 5 a claim of --assert failed or is not shown.
+    --find-rate: no rate holds; never with --sweep), 4 the artifact is slower than one of the sides, by the objective of
+    its recipe and in every round, 5 a claim of --assert failed or is not shown.
 
     Examples:
 
@@ -290,7 +291,7 @@ def bench(
             else:
                 _refuse({"--assert": assertions, "--request-rate": request_rate}, "--sweep")
                 found = rates.sweep(
-                    artifact, load=load, url=url, baseline=baseline, against=against or (), slo=slo or goodput,
+                    artifact, load=load, url=url, baseline=baseline, against=against or (), slo=slo, goodput=goodput,
                     rounds=rounds or 1, rates=probes or 5, num_warmups=num_warmups, tokenizer=tokenizer,
                     progress=lambda event: progress(event.text),
                 )  # fmt: skip

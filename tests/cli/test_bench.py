@@ -154,6 +154,26 @@ def test_a_rate_of_zero_is_an_option_given(no_model, capsys):
     assert "--request-rate has no effect with --sweep" in capsys.readouterr().err
 
 
+def test_bounds_of_a_sweep_add_a_column_and_are_no_failure(no_model, capsys):
+    with FakeServer(normal).run() as url:
+        assert main.run(["bench", url, *FEW, "--sweep", "--probes", "1", "--slo", "ttft:0.001"]) == 0
+    assert "goodput req/s" in capsys.readouterr().out
+    assert main.run(["bench", "--help"]) == 0
+    told = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "with --sweep, which goes to saturation, the same as --goodput" in told
+
+
+@pytest.mark.parametrize("mode", [[], ["--sweep"]])
+def test_two_options_with_bounds_are_refused_and_a_wrong_bound_names_its_option(no_model, capsys, mode):
+    words = ["bench", "http://127.0.0.1:9", *mode]
+    assert main.run([*words, "--slo", "ttft:1", "--goodput", "ttft:2"]) == 2
+    assert "--slo and --goodput both set the bounds" in capsys.readouterr().err
+    for bounds in ("foo:3", "ttft:x", "ttft_p50<3", "throughput>3", "recipe"):
+        assert main.run([*words, "--goodput", bounds]) == 2
+        err = capsys.readouterr().err
+        assert f"error: --goodput {bounds}: " in err and "--slo" not in err
+
+
 def failing_after(answers):
     """A script with so many answers, then HTTP 500."""
     left = iter(range(answers))
