@@ -183,8 +183,9 @@ def sweep_block(stem: str, data: dict[str, Any]) -> str:
     rows = [data["table"]["header"], ["---"] * len(data["table"]["header"]), *data["table"]["rows"]]
     lines = [f"{peers_heading(stem, data)}, {shape}", "", *(f"| {' | '.join(cells)} |" for cells in rows)]
     lines += server_lines(data)
-    if data["doubts"]:
-        lines.append(f"Warnings of this run: {len(data['doubts'])}; the file lists them.")
+    loads = sum(len(point["result"]["problems"]) for point in data["points"])
+    if warnings := len({*data["doubts"], *data["problems"]}) + loads:
+        lines.append(f"Warnings of this run: {warnings}; the file lists them.")
     return "\n".join(lines)
 
 
@@ -204,7 +205,7 @@ def held_to(data: dict[str, Any]) -> str:
 
 
 def isa_lines(servers: dict[str, Any]) -> list[str]:
-    """A line with each server's word on its instruction set, for results that have it."""
+    """A line with the instruction sets named by the servers; empty for results without."""
     found = [
         f"{name}: {isa}{avx512_text(report.get('used_avx512'))}"
         for name, report in servers.items()

@@ -25,6 +25,7 @@ from optkit.bench import workload
 from optkit.bench.workload import WorkloadConfig
 from optkit.checkpoint.locate import ALIASES, packaged_gguf, resolve
 from optkit.errors import UserError, nearest
+from optkit.machine.paths import check_place
 from optkit.text.load import load_tokenizer
 
 PEERS: dict[str, Callable[[str], Peer]] = {
@@ -206,6 +207,7 @@ def measure(
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     try:
+        check_place(options.save_result)
         options.workloads = chosen_workloads(options.workloads)
         artifacts = artifact_peers(options.artifact, options.isa)
         peers = chosen(options.only, artifacts, options.isa)
@@ -220,9 +222,13 @@ def main(arguments: Sequence[str]) -> int:
     measured.isa = options.isa
     measured.artifacts = [peer.name for peer in artifacts]
     measured.environment["command"] = ["python", "-m", "bench.peers", *(public(word) for word in arguments)]
-    result.save(options.save_result)
     block = readme_table.sweep_block if options.sweep else readme_table.peers_block
     print(block(options.save_result.stem, result.to_dict()))
+    try:
+        result.save(options.save_result)
+    except UserError as error:
+        progress(f"error: {error}")
+        return 2
     return readme_table.main([])
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from bench.peers.isa import AVX2, NATIVE
 from bench.peers.workloads import FIGURES, MEMORY_FIGURE, START_FIGURE, Figure
 from optkit.bench.result import BenchResult, spread
+from optkit.machine.paths import save_text
 
 SCHEMA = 1
 MIB = 1 << 20
@@ -123,8 +124,7 @@ class Measured:
 
     def save(self, path: Path) -> None:
         """Compact JSON with microseconds: there are thousands of chunk times."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(rounded(self.to_dict()), separators=(",", ":")) + "\n", "utf-8")
+        save_text(path, json.dumps(rounded(self.to_dict()), separators=(",", ":")) + "\n")
 
 
 def why_missing(result: BenchResult, side: str) -> str:

@@ -3,8 +3,8 @@
 The servers start and take turns as in a run of figures (``bench.peers.measure``); the loads are those of ``optkit bench
 --sweep``: the same requests at the same arrivals for every server, open loops in between. A server that answers one
 request at a time is left out. The file has the kind of ``optkit bench --sweep --save-result``, so ``optkit report
---bench FILE`` draws it, and beside that the servers' settings. Of each stream it keeps the first and the last token,
-which TTFT, TPOT and end-to-end times are computed from.
+--bench FILE`` draws the loads, with the servers' settings. Of each stream the first and the last token are kept: TTFT,
+TPOT and end-to-end times come from these.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from optkit.bench.records import RequestRecord
 from optkit.bench.result import Turn
 from optkit.bench.run import RunningSide, Session
 from optkit.bench.workload import RequestSchedule, WorkloadConfig
+from optkit.machine.paths import save_text
 
 LOAD = WorkloadConfig(num_prompts=60, input_len=256, output_len=32, seed=8)
 HEADER = ("load", "side", *rates_table.COLUMNS, "queue")
@@ -69,8 +70,7 @@ class PeersSweep:
 
     def save(self, path: Path) -> None:
         """Compact JSON with microseconds."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(rounded(self.to_dict()), separators=(",", ":")) + "\n", "utf-8")
+        save_text(path, json.dumps(rounded(self.to_dict()), separators=(",", ":")) + "\n")
 
 
 def measure(

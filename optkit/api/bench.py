@@ -168,10 +168,7 @@ def bench(
 
     if definitions not in DEFINITIONS:
         raise UserError("unknown --definitions", where=definitions, fix=nearest(definitions, DEFINITIONS))
-    if slo and goodput:
-        raise UserError(
-            "--slo and --goodput both set the bounds", where="optkit bench", fix="give one of them"
-        )
+    bounds, option = either(slo, goodput)
     if rounds is None:
         rounds = ROUNDS_WITH_INTERVALS if against or assertions else ROUNDS
     if rounds < 1 or num_warmups < 0:
@@ -186,7 +183,7 @@ def bench(
     )  # fmt: skip
     config.check()
     line = line_to(progress)
-    run = prepared(artifact, url, baseline, against, slo or goodput, tokenizer, assertions, line)
+    run = prepared(artifact, url, baseline, against, bounds, tokenizer, assertions, line, option)
     result = run_bench(
         run.sides,
         config,
@@ -201,6 +198,20 @@ def bench(
     misses = tuple(result.slo_misses()) if slo else ()
     verdicts = verdicts_on(result, run.artifact) if baseline else ()
     return BenchReport(result, misses, verdicts, tuple(result.assertions()))
+
+
+def either(
+    slo: str | Mapping[str, float] | None, goodput: str | Mapping[str, float] | None
+) -> tuple[str | Mapping[str, float] | None, str]:
+    """The bounds, and the name of the option that has them.
+
+    Raises:
+        UserError: both options have bounds.
+    """
+    if slo and goodput:
+        what = "--slo and --goodput both set the bounds"
+        raise UserError(what, where="optkit bench", fix="give one of them")
+    return (goodput, "--goodput") if goodput else (slo, "--slo")
 
 
 def line_to(progress: ProgressCallback | None) -> Callable[[str], None]:
@@ -232,8 +243,9 @@ def prepared(
     tokenizer: str | None,
     assertions: Sequence[str],
     line: Callable[[str], None],
+    option: str = "--slo",
 ) -> Prepared:
-    """Sides, bounds, tokenizer and claims, all checked before a server starts."""
+    """Sides, bounds, tokenizer and claims, all checked before a server starts; the bounds are those of ``option``."""
     need_extra("serve", "optkit bench")
     from optkit.bench.assertions import parse, parse_all
     from optkit.bench.bounds import bounds_of
@@ -242,7 +254,7 @@ def prepared(
     for text in assertions:
         parse(text)
     first = first_side(_side_text(artifact), url)
-    limits = bounds_of(bounds, first.artifact)
+    limits = bounds_of(bounds, first.artifact, option)
     others = [described(text, "--against") for text in against]
     directory = tokenizer_directory(tokenizer, [first, *others], baseline)
     sides = choose_sides(first, baseline, against, line)

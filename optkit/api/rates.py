@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from optkit.api.bench import Prepared, line_to, prepared
+from optkit.api.bench import Prepared, either, line_to, prepared
 from optkit.api.guard import guarded
 from optkit.api.progress import ProgressCallback
 from optkit.errors import UserError
@@ -82,6 +82,7 @@ def sweep(
     baseline: str | None = None,
     against: Sequence[str] = (),
     slo: str | Mapping[str, float] | None = None,
+    goodput: str | Mapping[str, float] | None = None,
     rounds: int = 1,
     rates: int = 5,
     num_warmups: int = 2,
@@ -95,7 +96,7 @@ def sweep(
         load: the requests; the rate is replaced by that of each point.
         url: a running server.
         baseline, against: further sides, as of ``optkit.bench``; all sides are measured at the same rates.
-        slo: bounds for goodput.
+        slo, goodput: bounds for goodput, by either name: a sweep goes to saturation, so a missed bound is no failure.
         rounds: rounds of each load.
         rates: rates between one request at a time and all at once.
         num_warmups: unmeasured requests of each side before the first load.
@@ -110,7 +111,8 @@ def sweep(
 
     if rounds < 1 or rates < 1:
         raise UserError("a sweep has at least one round and one rate", where="--sweep")
-    run = prepared(artifact, url, baseline, against, slo, tokenizer, (), line_to(progress))
+    bounds, option = either(slo, goodput)
+    run = prepared(artifact, url, baseline, against, bounds, tokenizer, (), line_to(progress), option)
     with _running(run, load.at_rate(1.0), progress) as running:
         running.warm_up(load, num_warmups)
         return measure(running, load, run.bounds, rounds, rates)

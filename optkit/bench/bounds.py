@@ -11,41 +11,45 @@ from optkit.bench.slo import DEFAULT_STATISTIC, parse_slo
 from optkit.errors import UserError, nearest
 
 FIX = "write ttft:700,tpot:50"
+SLO = "--slo"
 RECIPE = "recipe"  # in the place of bounds: those of the artifact's recipe
 
 
-def bounds_of(given: str | Mapping[str, float] | None, artifact: Path | None) -> LatencyBounds:
+def bounds_of(
+    given: str | Mapping[str, float] | None, artifact: Path | None, option: str = SLO
+) -> LatencyBounds:
     """The bounds of ``--slo`` or ``--goodput``.
 
     Args:
         given: ``ttft:700,tpot:50``, ``{"ttft": 700}`` in milliseconds, or ``recipe``; None is no bound.
+        option: the name of the option, for errors.
 
     Raises:
         UserError: an unknown metric, no positive number, a bound in another form, or a recipe without bounds.
     """
     if given == RECIPE:
-        return recipe_bounds(artifact)
+        return recipe_bounds(artifact, option)
     if given is None or isinstance(given, str):
-        return parse_bounds(given or "")
-    return checked(given, str(dict(given)))
+        return parse_bounds(given or "", option)
+    return checked(given, f"{option} {dict(given)}")
 
 
-def parse_bounds(text: str) -> LatencyBounds:
+def parse_bounds(text: str, option: str = SLO) -> LatencyBounds:
     """The bounds of an objective (``optkit.bench.slo``) such as ``ttft:700,tpot:50``: upper bounds on the p95."""
     if not text.strip():
         return LatencyBounds()
-    slo = parse_slo(text)
+    slo, where = parse_slo(text, option), f"{option} {text}"
     for term in slo.terms:
         if (
             term.metric not in LatencyBounds.__dataclass_fields__
             or not term.is_upper
             or term.side is not None
         ):
-            raise UserError(f"{term} is no upper bound on ttft, tpot or e2e", where=f"--slo {text}", fix=FIX)
+            raise UserError(f"{term} is no upper bound on ttft, tpot or e2e", where=where, fix=FIX)
         if term.statistic not in ("", DEFAULT_STATISTIC):
-            raise UserError(f"{term.statistic} in place of p95", where=f"--slo {text}", fix=FIX)
+            raise UserError(f"{term.statistic} in place of p95", where=where, fix=FIX)
     if slo.load or slo.share not in (None, 0.95):
-        raise UserError("a load or another share than 95 %", where=f"--slo {text}", fix=FIX)
+        raise UserError("a load or another share than 95 %", where=where, fix=FIX)
     return LatencyBounds(**{term.metric: term.value for term in slo.terms})
 
 
@@ -60,7 +64,7 @@ def checked(numbers: Mapping[str, float], where: str) -> LatencyBounds:
     return LatencyBounds(**{name: float(number) for name, number in numbers.items()})
 
 
-def recipe_bounds(artifact: Path | None) -> LatencyBounds:
+def recipe_bounds(artifact: Path | None, option: str = SLO) -> LatencyBounds:
     """The ``slo`` section of an artifact's recipe as bounds.
 
     Raises:
@@ -69,9 +73,13 @@ def recipe_bounds(artifact: Path | None) -> LatencyBounds:
     from optkit.artifact.open import Artifact
 
     if artifact is None:
-        raise UserError("no recipe without an artifact", where="--slo recipe", fix="write --slo ttft:700")
+        raise UserError(
+            "no recipe without an artifact", where=f"{option} recipe", fix=f"write {option} ttft:700"
+        )
     slo = Artifact.open(artifact).recipe.slo
     bounds = LatencyBounds(ttft=slo.ttft_ms, tpot=slo.tpot_ms)
     if not bounds.bounds():
-        raise UserError("the artifact's recipe has no slo", where="--slo recipe", fix="write --slo ttft:700")
+        raise UserError(
+            "the artifact's recipe has no slo", where=f"{option} recipe", fix=f"write {option} ttft:700"
+        )
     return bounds

@@ -27,6 +27,7 @@ from optkit.bench.run import RunningSide, Session
 from optkit.bench.validity import grows, measuring_doubts, queue_of, sample_doubts
 from optkit.bench.workload import WorkloadConfig
 from optkit.errors import UserError
+from optkit.machine.paths import save_text
 
 PROBES = 7
 SYNCHRONOUS = 8  # requests of the first measurement, one at a time
@@ -135,7 +136,7 @@ class FoundRate:
         }
 
     def save(self, path: Path) -> None:
-        _save(path, self.to_dict())
+        save_text(path, json.dumps(self.to_dict(), indent=1) + "\n")
 
 
 def search(hold: Callable[[float], bool], start: float, probes: int = PROBES) -> list[float]:
@@ -269,7 +270,7 @@ class Sweep:
         return head | {"sides": list(self.sides), "points": rows}
 
     def save(self, path: Path) -> None:
-        _save(path, self.to_dict())
+        save_text(path, json.dumps(self.to_dict(), indent=1) + "\n")
 
 
 def sweep(
@@ -339,8 +340,3 @@ def _doubts(environment: dict[str, Any], results: Sequence[BenchResult]) -> list
     warning = busy(environment)
     found = [doubt for result in results for doubt in measuring_doubts(result)]
     return list(dict.fromkeys([warning, *found] if warning else found))
-
-
-def _save(path: Path, data: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data, indent=1) + "\n")

@@ -45,6 +45,34 @@ def rate_table(found: FoundRate) -> Table:
     return grid
 
 
+def problem_lines(found: FoundRate | Sweep) -> list[str]:
+    """Failed requests and wrong answers, a line for each load and side; failures first."""
+    if isinstance(found, FoundRate):
+        loads = [(f"{probe.rate:.3g}/s", probe.result) for probe in found.probes]
+    else:
+        loads = [(point.label, point.result) for point in found.points]
+    named = [(f"{label}, {side}", result, side) for label, result in loads for side in result.sides]
+    lines = [f"{name}: {text}" for name, result, side in named if (text := failures(result, side))]
+    return lines + [f"{name}: {text}" for name, result, side in named if (text := wrong(result, side))]
+
+
+def failures(result: BenchResult, side: str) -> str:
+    """``3 of 60 requests failed, the first: HTTP 500``; empty where all requests were answered."""
+    records = result.records(side)
+    failed = [record for record in records if not record.ok]
+    if not failed:
+        return ""
+    count = "all" if len(failed) == len(records) else f"{len(failed)} of"
+    return f"{count} {len(records)} requests failed, the first: {failed[0].error or 'no token came'}"
+
+
+def wrong(result: BenchResult, side: str) -> str:
+    """The first problem of a side's rounds, such as an answer of another length, with the number of all."""
+    lines = [line for turn in result.turns if turn.side == side for line in turn.problems]
+    more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
+    return f"{lines[0]}{more}" if lines else ""
+
+
 def cells(result: BenchResult, side: str) -> list[str]:
     """The numbers of a side at one load."""
     text = [number(result, side, name) for name in ("request_throughput", "output_throughput")]
@@ -70,11 +98,13 @@ def queue(result: BenchResult, side: str) -> str:
 
 def _percentile(result: BenchResult, side: str, of: Quantity) -> str:
     records = result.records(side)
-    value = of.of(records)
+    value, q = of.of(records), of.q or 50.0
     samples = [sample for r in records for sample in of.samples(r)]
-    bounds = percentile_bounds(samples, of.q or 50.0, sum(not r.ok for r in records))
+    bounds = percentile_bounds(samples, q, sum(not r.ok for r in records))
     if value is None:
         return "-"
+    if not result.shows(side, ("latency_ms", of.metric, f"p{q:g}")):
+        return NOT_SHOWN
     if bounds.high is None or bounds.low is None:
-        return NOT_SHOWN if of.q != 50 else f"{value:.3g}"
+        return f"{value:.3g}"
     return f"{value:.3g} [{bounds.low:.3g}, {bounds.high:.3g}]"

@@ -19,8 +19,10 @@ from optkit.bench import assertions, comparison
 from optkit.bench.environment import busy
 from optkit.bench.metrics import DEFINITIONS, PERCENTILES, LatencyBounds, slo_misses, summarize
 from optkit.bench.records import RequestRecord
+from optkit.bench.statistics import misses_allowed
 from optkit.bench.validity import TurnConditions, Validity, validity
 from optkit.bench.workload import WorkloadConfig
+from optkit.machine.paths import save_text
 
 SCHEMA = 1
 RATES = ("output_throughput", "request_throughput")
@@ -96,6 +98,16 @@ class BenchResult:
         """Requests of ``side`` that were answered, over all rounds."""
         return sum(record.ok for record in self.records(side))
 
+    def shows(self, side: str, key: Key) -> bool:
+        """Return False for a latency's percentile above p50 with fewer requests of ``side`` than show it.
+
+        The requests of all rounds count, as far as they were answered (``statistics.samples_needed``).
+        """
+        if key[0] != "latency_ms" or not key[-1].startswith("p"):
+            return True
+        q = float(key[-1][1:])
+        return q <= 50 or misses_allowed(self.finished(side), q) is not None
+
     def statistic(self, side: str, path: Sequence[str]) -> dict[str, float] | None:
         """Median and quartiles over rounds of a number of the summaries, e.g. ("latency_ms", "ttft", "p50")."""
         return spread([_at(summary, path) for summary in self.rounds(side)])
@@ -144,8 +156,7 @@ class BenchResult:
         }
 
     def save(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        save_text(path, json.dumps(self.to_dict(), indent=1) + "\n")
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> BenchResult:

@@ -6,7 +6,7 @@ from rich.table import Table
 
 from optkit.bench.metrics import DEFINITIONS
 from optkit.bench.result import BenchResult, Key
-from optkit.bench.statistics import misses_allowed, samples_needed
+from optkit.bench.statistics import samples_needed
 
 NAMES = {
     "output_throughput": "output tok/s",
@@ -19,14 +19,8 @@ NOT_SHOWN = "not shown"
 
 def rows(result: BenchResult) -> list[tuple[str, Key]]:
     """(label, number) for every line; percentiles beyond the number of requests of every side have none."""
-    keys = [k for k in result.numbers() if any(_shown(result, side, k) for side in result.sides)]
+    keys = [k for k in result.numbers() if any(result.shows(side, k) for side in result.sides)]
     return [*((_label(key), key) for key in keys), ("failed", ("failed",))]
-
-
-def _shown(result: BenchResult, side: str, key: Key) -> bool:
-    """Return False for a percentile beyond the number of requests of ``side``, over all rounds."""
-    q = float(key[-1][1:]) if key[0] == "latency_ms" and key[-1][0] == "p" else 50.0
-    return q <= 50 or misses_allowed(result.finished(side), q) is not None
 
 
 def _label(key: Key) -> str:
@@ -41,9 +35,9 @@ def table(result: BenchResult) -> Table:
     for name in [first, *(text for side in others for text in (side, f"x {side}"))]:
         grid.add_column(name, justify="right")
     for label, path in rows(result):
-        cells = [_cell(result.statistic(first, path)) if _shown(result, first, path) else NOT_SHOWN]
+        cells = [_cell(result.statistic(first, path)) if result.shows(first, path) else NOT_SHOWN]
         for side in others:
-            shown = _shown(result, first, path) and _shown(result, side, path)
+            shown = result.shows(first, path) and result.shows(side, path)
             pair = result.statistic(side, path), result.ratio(side, path)
             cells += [_cell(value) if shown else NOT_SHOWN for value in pair]
         grid.add_row(label, *cells)
@@ -57,7 +51,7 @@ def legend(result: BenchResult) -> list[str]:
         f"median ±half the interquartile range over {count} interleaved rounds of {result.config.num_prompts} "
         "requests; percentiles interpolate linearly; failed requests are not in latencies and are SLO misses",
     ]
-    if not all(_shown(result, first, ("latency_ms", "", "p95")) for first in result.sides):
+    if not all(result.shows(first, ("latency_ms", "", "p95")) for first in result.sides):
         lines.append(
             f"a p95 is not shown below {samples_needed(95)} requests, a p99 below {samples_needed(99)}"
         )

@@ -76,10 +76,14 @@ class WorkloadConfig:
             if value is not None and not (
                 0 < value < math.inf or (name == "request_rate" and value == math.inf)
             ):
-                raise UserError(f"{name} must be positive, not {value}", where="workload")
+                raise UserError(
+                    f"{name} must be positive, not {value}", where="workload", fix="give a number above 0"
+                )
         if self.shared_prefix_len < 0:
             raise UserError(
-                f"shared_prefix_len must not be negative: {self.shared_prefix_len}", where="workload"
+                f"shared_prefix_len must not be negative: {self.shared_prefix_len}",
+                where="workload",
+                fix="give 0 or more",
             )
         if self.request_rate is None and self.max_concurrency is None and not self.trace:
             raise UserError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +20,7 @@ from optkit.extras import need_extra
 from optkit.machine.paths import check_place
 
 if TYPE_CHECKING:
+    from optkit.api.bench import BenchReport
     from optkit.bench.rates import FoundRate, Sweep
     from optkit.bench.workload import WorkloadConfig
 
@@ -68,13 +70,14 @@ def bench(
         typer.Option(
             help=f"Requests of each side in each round. Default: {NUM_PROMPTS}; "
             f"{NUM_PROMPTS_OF_RATES} with --sweep and --find-rate.",
+            min=1,
             rich_help_panel=LOAD,
         ),
     ] = None,
     input_len: Annotated[
         int,
         typer.Option(
-            "--input-len", "--random-input-len", help="Tokens of each prompt.", rich_help_panel=LOAD
+            "--input-len", "--random-input-len", help="Tokens of each prompt.", min=1, rich_help_panel=LOAD
         ),
     ] = 512,
     output_len: Annotated[
@@ -83,6 +86,7 @@ def bench(
             "--output-len",
             "--random-output-len",
             help="Output tokens of each request; no request stops early.",
+            min=1,
             rich_help_panel=LOAD,
         ),
     ] = 64,
@@ -90,6 +94,7 @@ def bench(
         int | None,
         typer.Option(
             help="Most requests in flight. Default: 1 without --request-rate and --trace, else no limit.",
+            min=1,
             rich_help_panel=LOAD,
         ),
     ] = None,
@@ -173,7 +178,8 @@ def bench(
         str | None,
         typer.Option(
             help=_bounds_help("--slo")
-            + " --slo recipe takes the bounds of the artifact's recipe. Exit code 3 if the p95 misses a bound.",
+            + " --slo recipe takes the bounds of the artifact's recipe. Exit code 3 if the p95 misses a bound; with "
+            "--sweep, which goes to saturation, the same as --goodput.",
             rich_help_panel=PROMISES,
         ),
     ] = None,
@@ -242,8 +248,8 @@ def bench(
     objective; nothing is said of the objective memory.
 
     Exit codes: 0 done, 2 wrong usage or no server, 3 the p95 of the first side misses a bound of --slo (with
-    --find-rate: no rate holds), 4 the artifact is slower than one of the sides, by the objective of its recipe and in
-    every round, 5 a claim of --assert failed or is not shown.
+    --find-rate: no rate holds; never with --sweep), 4 the artifact is slower than one of the sides, by the objective of
+    its recipe and in every round, 5 a claim of --assert failed or is not shown.
 
     Examples:
 
@@ -285,13 +291,13 @@ def bench(
             else:
                 _refuse({"--assert": assertions, "--request-rate": request_rate}, "--sweep")
                 found = rates.sweep(
-                    artifact, load=load, url=url, baseline=baseline, against=against or (), slo=slo or goodput,
+                    artifact, load=load, url=url, baseline=baseline, against=against or (), slo=slo, goodput=goodput,
                     rounds=rounds or 1, rates=probes or 5, num_warmups=num_warmups, tokenizer=tokenizer,
                     progress=lambda event: progress(event.text),
                 )  # fmt: skip
-        if save_result:
-            found.save(save_result)
-        if not print_rates(found, as_json):
+        with _saving(found, save_result):
+            held = print_rates(found, as_json)
+        if not held:
             raise typer.Exit(SLO_MISSED)
         return
     _refuse({"--probes": probes}, "a single load")
@@ -304,11 +310,20 @@ def bench(
             assertions=assertions or (), definitions=definitions, tokenizer=tokenizer, seed=seed,
             progress=lambda event: progress(event.text),
         )  # fmt: skip
-    if save_result:
-        report.save(save_result)
-    print_report(report, as_json)
+    with _saving(report, save_result):
+        print_report(report, as_json)
     if report.exit_code:
         raise typer.Exit(report.exit_code)
+
+
+@contextmanager
+def _saving(measured: BenchReport | FoundRate | Sweep, file: Path | None) -> Iterator[None]:
+    """Save the result after the body has printed it: a full disk costs no table, a closed pipe no result."""
+    try:
+        yield
+    finally:
+        if file:
+            measured.save(file)
 
 
 def _load(
@@ -335,9 +350,9 @@ def _load(
 
 
 def _refuse(given: Mapping[str, object], option: str) -> None:
-    """Refuse options that would be without effect."""
+    """Refuse options that would be without effect; None, False and an empty list are options not given."""
     for name, value in given.items():
-        if value:
+        if value is not None and value is not False and value != []:
             raise UserError(
                 f"{name} has no effect with {option}", where="optkit bench", fix=f"leave out {name}"
             )

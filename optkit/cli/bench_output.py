@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from optkit.api.bench import BenchReport
     from optkit.bench.rates import FoundRate, Sweep
 
+MOST_PROBLEMS = 10  # lines; the saved result has all
+
 
 def print_report(report: BenchReport, as_json: bool) -> None:
     """Print the report of a single load."""
@@ -20,7 +22,7 @@ def print_report(report: BenchReport, as_json: bool) -> None:
 
     result = report.result
     doubts = result.validity().doubts
-    for line in [line for line in result.problems() if line not in doubts][:10]:
+    for line in [line for line in result.problems() if line not in doubts][:MOST_PROBLEMS]:
         console.warn(line)
     for doubt in doubts:
         console.warn(f"do not trust this: {doubt}")
@@ -46,7 +48,7 @@ def print_rates(found: FoundRate | Sweep, as_json: bool) -> bool:
     """Print a sweep, or the search for a rate. Return False where no rate holds."""
     need_extra("serve", "optkit bench")
     from optkit.bench.rates import FoundRate
-    from optkit.bench.rates_table import LEGEND, rate_table, sweep_table
+    from optkit.bench.rates_table import LEGEND, problem_lines, rate_table, sweep_table
 
     for doubt in found.doubts():
         console.warn(f"do not trust this: {doubt}")
@@ -56,6 +58,10 @@ def print_rates(found: FoundRate | Sweep, as_json: bool) -> bool:
         print_table(rate_table(found) if isinstance(found, FoundRate) else sweep_table(found))
         for line in LEGEND:
             console.stdout.print(line, style="dim")
+    problems = problem_lines(found)
+    more = [f"and {len(problems) - MOST_PROBLEMS} further loads"] if len(problems) > MOST_PROBLEMS else []
+    for line in [*problems[:MOST_PROBLEMS], *more]:
+        console.warn(line)
     if isinstance(found, FoundRate):
         console.stderr.print(found.line(), style="green" if found.highest else "bold red")
         return found.highest is not None

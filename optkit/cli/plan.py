@@ -38,7 +38,9 @@ def plan(
     hardware: Annotated[
         Path | None,
         typer.Option(
-            is_eager=True, help="YAML file with further machines (docs/planning.md has an example)."
+            is_eager=True,
+            callback=lambda ctx, file: _with_hardware(ctx, file),
+            help="YAML file with further machines (docs/planning.md has an example).",
         ),
     ] = None,
     list_targets: Annotated[
@@ -46,7 +48,7 @@ def plan(
         typer.Option(
             "--list-targets",
             is_eager=True,
-            callback=lambda ctx, asked: show_machines(ctx.params.get("hardware"), asked),
+            callback=lambda ctx, asked: _asked(ctx, asked),
             help="Print all machines with figures and sources, and exit.",
         ),
     ] = False,
@@ -109,10 +111,22 @@ def plan(
     show(found)
 
 
-def show_machines(hardware: Path | None, asked: bool) -> None:
-    """Print all machines with their figures and sources, and exit; nothing where not asked."""
-    if not asked:
-        return
+def _with_hardware(ctx: typer.Context, hardware: Path | None) -> Path | None:
+    """Show the machines where ``--list-targets`` came first: eager options are handled in the order of the line."""
+    if ctx.params.get("list_targets"):
+        show_machines(hardware)
+    return hardware
+
+
+def _asked(ctx: typer.Context, asked: bool) -> bool:
+    """Show the machines, or leave that to ``_with_hardware`` where ``--hardware`` is still to come."""
+    if asked and "hardware" in ctx.params:
+        show_machines(ctx.params["hardware"])
+    return asked
+
+
+def show_machines(hardware: Path | None) -> None:
+    """Print all machines with their figures and sources, and exit."""
     from rich.table import Table
 
     from optkit.plan.table import all_rows

@@ -10,6 +10,7 @@ import typer
 from optkit.cli import console
 from optkit.errors import UserError
 from optkit.extras import need_extra
+from optkit.machine.paths import save_text
 
 
 def report(
@@ -96,9 +97,5 @@ def write(file: Path, text: str) -> None:
     if str(file) == "-":
         console.stdout.file.write(text)
         return
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, "utf-8")
-    except OSError as error:
-        raise UserError(f"the report can't be written: {error.strerror}", where=str(file)) from error
+    save_text(file, text)
     console.stderr.print(f"wrote {file}")

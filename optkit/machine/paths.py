@@ -10,7 +10,7 @@ import os
 import stat
 from pathlib import Path
 
-from optkit.errors import UserError
+from optkit.errors import FULL, UserError
 
 
 def cache_root() -> Path:
@@ -62,10 +62,38 @@ def private_dir(path: Path) -> Path:
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Write ``text`` (UTF-8) into ``file`` by a rename: readers see the old or the new content, whole."""
-    temporary = file.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(text, "utf-8")
-    temporary.replace(file)
+    """Write ``text`` (UTF-8) into ``file`` by a rename: readers see the old or the new content, whole.
+
+    A link stays a link to the new content. A device or a pipe is written in place.
+
+    Raises:
+        OSError: ``file`` can't be written; the old content is unchanged.
+    """
+    target = file.resolve()
+    if target.exists() and not target.is_file():
+        target.write_text(text, "utf-8")
+        return
+    temporary = target.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, "utf-8")
+        temporary.replace(target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def save_text(file: Path, text: str) -> None:
+    """Write a result into ``file`` as ``replace_text`` does, and create missing directories.
+
+    Raises:
+        UserError: the file can't be written, for example on a full disk.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(file, text)
+    except OSError as error:
+        fix = "make room on the disk, or give another file" if error.errno in FULL else "give another file"
+        raise UserError(f"can't be written: {error.strerror or error}", where=str(file), fix=fix) from error
 
 
 def check_place(file: Path) -> None:

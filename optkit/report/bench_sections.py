@@ -9,7 +9,8 @@ from statistics import fmean, median
 from optkit.bench.metrics import OPTKIT
 from optkit.bench.records import RequestRecord
 from optkit.bench.result import BenchResult
-from optkit.bench.table import legend, table
+from optkit.bench.statistics import samples_needed
+from optkit.bench.table import NOT_SHOWN, legend, table
 from optkit.pages.charts import Series, xy_chart
 from optkit.pages.html import Markup, details, element, items, paragraph, wide_table
 from optkit.pages.numbers import NONE, number, share
@@ -218,6 +219,7 @@ def throughput_body(benches: Sequence[Bench], styles: dict[str, int]) -> list[Ma
                 for of in (("ttft", "p50"), ("ttft", "p95"), ("tpot", "p50"))
             ]
             body += [element("h3", kind), grid(charts), wide_table(*loads_table(same), f"loads, {kind}")]
+            body += [paragraph(TOO_FEW, "note")] if hides(same) else []
             body += [part for bench in same if bench.sweep for part in warnings(bench)]
     return [part for part in body if part]
 
@@ -240,6 +242,10 @@ LOAD_NUMBERS = (
     ("TTFT p95, ms", ("latency_ms", "ttft", "p95")),
     ("TPOT p50, ms", ("latency_ms", "tpot", "p50")),
 )
+TOO_FEW = (
+    f"A p95 of fewer than {samples_needed(95)} requests is not shown: "
+    "the largest of so few may lie below the true p95."
+)
 
 
 def loads_table(benches: Sequence[Bench]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -247,10 +253,22 @@ def loads_table(benches: Sequence[Bench]) -> tuple[tuple[str, ...], list[tuple[s
     rows = []
     for bench in sorted(benches, key=load_of):
         for side in bench.result.sides:
-            found = [bench.result.statistic(side, path) for _, path in LOAD_NUMBERS]
-            cells = [NONE if value is None else number(value["median"]) for value in found]
+            cells = [load_cell(bench.result, side, path) for _, path in LOAD_NUMBERS]
             rows.append((bench.name, side, *cells, "; ".join(bench.claims) if side == bench.first else ""))
     return ("load", "side", *(name for name, _ in LOAD_NUMBERS), ""), rows
+
+
+def hides(benches: Sequence[Bench]) -> bool:
+    """Return True if a number of ``loads_table`` is not shown."""
+    return any(NOT_SHOWN in row for row in loads_table(benches)[1])
+
+
+def load_cell(result: BenchResult, side: str, path: tuple[str, ...]) -> str:
+    """The median over rounds, or ``NOT_SHOWN`` for a percentile of too few requests."""
+    value = result.statistic(side, path)
+    if value is None:
+        return NONE
+    return number(value["median"]) if result.shows(side, path) else NOT_SHOWN
 
 
 def load_of(bench: Bench) -> tuple[float, float]:
@@ -262,10 +280,9 @@ def load_of(bench: Bench) -> tuple[float, float]:
 
 
 def load_points(benches: Sequence[Bench], side: str, path: tuple[str, ...]) -> Iterator[tuple[float, float]]:
-    """(output tokens/s, latency) of each result with ``side``, lightest load first."""
-
+    """(output tokens/s, latency) of each result that shows the latency of ``side``, lightest load first."""
     for bench in sorted(benches, key=load_of):
-        if side in bench.result.sides:
+        if side in bench.result.sides and bench.result.shows(side, path):
             rate = bench.result.statistic(side, ("output_throughput",))
             latency = bench.result.statistic(side, path)
             if rate and latency:

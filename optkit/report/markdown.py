@@ -12,7 +12,7 @@ from optkit.pipeline.explain import disturbed_sentence
 from optkit.pipeline.report import evidence_cells, workload_labels
 from optkit.pipeline.report_page import records_in
 from optkit.pipeline.report_quality import quality_table
-from optkit.report.bench_sections import loads_table, problems, workload_text
+from optkit.report.bench_sections import TOO_FEW, hides, loads_table, problems, workload_text
 from optkit.report.document import Sources
 from optkit.report.result_sections import (
     OP_HEADER,
@@ -52,6 +52,7 @@ def report_markdown(sources: Sources) -> str:
     for name in dict.fromkeys(bench.sweep for bench in sources.benches if bench.sweep):
         loads = [bench for bench in sources.benches if bench.sweep == name]
         blocks += [f"**{escaped(name)}**", markdown_table(*loads_table(loads))]
+        blocks += [TOO_FEW] if hides(loads) else []
     for profile in sources.profiles:
         for phase in profile.phases.values():
             blocks.append(f"**{escaped(profile.artifact)}, {escaped(phase.label)}**")

@@ -16,12 +16,12 @@ from optkit.bench import run as bench_run
 from optkit.bench.assertions import parse
 from optkit.bench.metrics import LatencyBounds
 from optkit.bench.rates import FoundRate, Probe, Promise, find_rate, search, sweep
-from optkit.bench.rates_table import rate_table, sweep_table
+from optkit.bench.rates_table import COLUMNS, cells, rate_table, sweep_table
 from optkit.bench.run import Side, session
 from optkit.bench.workload import WorkloadConfig
 from optkit.errors import UserError
 from tests.support.fake_server import FakeServer, normal
-from tests.support.rounds import result_of
+from tests.support.rounds import broken, result_of
 
 IDS = list(range(2000))
 
@@ -85,6 +85,16 @@ def test_a_promise_may_be_claims_and_breaks_where_the_queue_grows() -> None:
     growing = result_of(1, 40, lambda side, r, i: 1.0 + 25.0 * i, sides=("a",))
     (reason,) = Promise().broken(growing)
     assert "queue grows" in reason
+
+
+@pytest.mark.parametrize(
+    ("requests", "failed", "cell"), [(59, 0, "500 [500, 500]"), (58, 0, "not shown"), (58, 2, "not shown")]
+)
+def test_a_row_shows_a_p95_by_the_rule_of_the_other_tables(requests: int, failed: int, cell: str) -> None:
+    made = result_of(1, requests, lambda side, r, i: 0.5, sides=("a",))
+    made.turns[0].records.extend(broken(requests + i) for i in range(failed))
+    assert cells(made, "a")[COLUMNS.index("TTFT p95 ms")] == cell
+    assert made.shows("a", ("latency_ms", "ttft", "p95")) == (cell != "not shown")
 
 
 def test_the_highest_rate_lies_below_every_broken_one() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,6 +81,24 @@ def test_the_file_is_a_sweep_for_the_report_and_a_table_for_the_page(no_pause, t
     assert "Versions: a: a 1; b: b 1." in text and "Not measured: c (not installed)" in text
 
 
+def test_the_page_counts_failed_requests_and_problems_of_the_whole_run(no_pause, tmp_path):
+    found = swept([Fake("a"), Fake("b")])
+    file = tmp_path / "sweep-tiny.json"
+
+    def warnings():
+        found.save(file)
+        return int((re.findall(r"Warnings of this run: (\d+)", readme_table.peers_page(tmp_path)) or [0])[0])
+
+    before, doubts = warnings(), found.sweep.doubts()
+    found.sweep.points[1].result.turns[0].records[:2] = [
+        RequestRecord(i, 0.5, error="HTTP 500") for i in (0, 1)
+    ]
+    found.measured.isa = "avx2"
+    for name, used in (("a", False), ("b", True)):
+        found.measured.servers[name].used_avx512 = used
+    assert warnings() == before + 3 + len(found.sweep.doubts()) - len(doubts)
+
+
 def test_a_kept_stream_has_its_ends_and_the_same_numbers():
     chunks = [Chunk(1.0, 1, True), Chunk(1.5, 1), Chunk(2.0, 1), Chunk(2.5, 1), Chunk(2.6, 0, True)]
     record = RequestRecord(0, 0.5, chunks=chunks, done=2.7)
@@ -107,3 +126,8 @@ def test_the_command_takes_a_sweep(tmp_path, monkeypatch, capsys):
     assert json.loads(file.read_text())["kind"] == "sweep"
     assert "| synchronous | a |" in capsys.readouterr().out
     assert Path(file).stat().st_size < 100_000
+    assert command.main([*words[:-1], "/dev/full"]) == 2
+    out = capsys.readouterr()
+    assert "| synchronous | a |" in out.out and "error: /dev/full: can't be written: No space" in out.err
+    monkeypatch.setattr(command, "find_model", lambda name, gguf: pytest.fail("measured"))
+    assert command.main([*words[:-1], str(tmp_path)]) == 2

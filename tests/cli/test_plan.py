@@ -85,6 +85,15 @@ def test_the_list_of_machines_needs_no_model(
     assert all(name in text and row.source in text for name, row in rows().items())
     own = tmp_path / "own.yaml"
     own.write_text("mine: {kind: cuda}\n")
-    assert run(["plan", "--hardware", str(own), "--list-targets"]) == 2
-    assert "own.yaml:1: 'mine.title' is missing" in capsys.readouterr().err
+    given = ["--hardware", str(own)]
+    orders = [[*given, "--list-targets"], ["--list-targets", *given]]
+    for words in orders:
+        assert run(["plan", *words]) == 2
+        assert "own.yaml:1: 'mine.title' is missing" in capsys.readouterr().err
+    numbers = "cores: 2, memory: 3, bandwidth: 2, rates: {fp32: 1}"
+    sheet = "source: a sheet, url: https://a.b, introduced: 2026-01, compared: 2026-11"
+    own.write_text(f"mine: {{kind: cuda, title: Mine, isa: [sm_90], {numbers}, {sheet}}}\n")
+    for words in orders:
+        assert run(["plan", *words]) == 0
+        assert "a sheet" in capsys.readouterr().out
     assert len(DATASHEETS) == len(rows())

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from optkit.errors import UserError
-from optkit.machine.paths import cache_dir, cache_root, check_place, private_dir
+from optkit.machine.paths import cache_dir, cache_root, check_place, private_dir, replace_text, save_text
 
 
 def test_cache_root_is_private_when_it_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +67,42 @@ def test_a_place_for_a_result_is_refused_before_the_work(
     monkeypatch.setattr("os.access", lambda *_: False)
     with pytest.raises(UserError, match="no permission"):
         check_place(tmp_path / "new.json")
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Let the operating system refuse larger files, as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_failed_write_leaves_the_old_content_alone(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    save_text(file, "old")
+    with largest_file(1000), pytest.raises(UserError, match="can't be written: File too large") as refused:
+        save_text(file, "new" * 1000)
+    assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
+    assert refused.value.where == str(file) and refused.value.fix
+    save_text(tmp_path / "deep" / "er" / "r.json", "new")
+    assert (tmp_path / "deep" / "er" / "r.json").read_text() == "new"
+    with pytest.raises(UserError, match="can't be written"):
+        save_text(file / "below", "new")
+
+
+def test_a_link_is_written_through_and_a_device_in_place(tmp_path: Path) -> None:
+    (tmp_path / "real").write_text("old")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    replace_text(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text() == "new"
+    replace_text(Path(os.devnull), "new")
+    assert Path(os.devnull).is_char_device()
+    with pytest.raises(UserError, match="make room"):
+        save_text(Path("/dev/full"), "new")
+    assert Path("/dev/full").is_char_device()
 
 
 def test_private_dir_says_why_it_can_not_be_made(tmp_path: Path) -> None:

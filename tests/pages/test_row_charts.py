@@ -8,6 +8,7 @@ from statistics import quantiles
 
 import pytest
 
+from optkit.bench.statistics import samples_needed
 from optkit.pages.html import Markup
 from optkit.pages.row_charts import (
     ENOUGH_FOR_P95,
@@ -29,6 +30,7 @@ def test_a_distribution_shows_quartiles_and_calls_the_largest_of_few_samples_so(
     cells = re.findall(r"<td>([^<]*)</td>", chart)
     assert cells == ["side", "11", "1", f"{q1:g}", f"{q2:g}", f"{q3:g}", "-", "11"]
     assert "p50 6, max 11" in chart
+    assert samples_needed(95) == ENOUGH_FOR_P95
     many = [float(v) for v in range(1, ENOUGH_FOR_P95 + 1)]
     assert "p50 30, p95 56.1" in distribution_chart("t", "ms", [Samples("side", many)])
 
