@@ -63,9 +63,11 @@ class QualityEntry(Shown):
 
 
 class TimingEntry(Shown):
-    """A ``StepTime``."""
+    """A ``StepTime``, in seconds."""
 
     median: Seconds
+    q1: Seconds
+    q3: Seconds
 
 
 class ObjectiveEntry(Shown):
@@ -170,13 +172,6 @@ class PageQuality(QualityEntry):
     windows: int
 
 
-class PageTiming(TimingEntry):
-    """A ``StepTime`` with its quartiles."""
-
-    q1: Seconds
-    q3: Seconds
-
-
 class PageStats(StatsEntry):
     """Statistics of a pass, those of calibrated experts included."""
 
@@ -188,7 +183,7 @@ class PageRecord(RecordEntry):
     """A ``PassRecord``."""
 
     stats: PageStats = Field(default_factory=PageStats)
-    measured: dict[str, Annotated[tuple[PageTiming, PageTiming], Field(strict=False)]] = Field(
+    measured: dict[str, Annotated[tuple[TimingEntry, TimingEntry], Field(strict=False)]] = Field(
         default_factory=dict
     )
     kv_token_bytes: list[Size] = Field(default_factory=list, max_length=2)

@@ -57,6 +57,8 @@ def test_schema_takes_the_fields_of_a_record(changes: dict[str, Any]) -> None:
         ({"predicted": {"prefill 128": [1.0]}}, "predicted"),
         ({"measured": {"prefill 1": [timing(1.0), timing(-1.0)]}}, "measured"),
         ({"measured": {"prefill 1": [timing(1.0), timing(nan)]}}, "measured"),
+        ({"measured": {"prefill 1": [timing(1.0), timing(1.0) | {"q1": {}}]}}, "q1"),
+        ({"measured": {"prefill 1": [timing(1.0) | {"q3": "late"}, timing(1.0)]}}, "q3"),
         ({"weight_bytes": [-1, 1]}, "weight_bytes"),
         ({"weight_bytes": [1 << 60, 1]}, "weight_bytes"),
         ({"quality": quality(ln_ppl_ratio=701.0)}, "ln_ppl_ratio"),
