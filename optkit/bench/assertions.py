@@ -16,6 +16,7 @@ Only a held claim passes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -129,9 +130,12 @@ class Mean:
         side = result.sides[0]
         values = [self.of.of(turn.records) for turn in result.turns if turn.side == side]
         found = mean_interval([value for value in values if value is not None])
-        if found is None or None in values:
+        if len(values) < rounds_needed():
             needed = f"an interval needs {rounds_needed()} rounds, {len(values)} were run"
             return Checked(self.text, "not shown", needed)
+        if found is None or None in values:
+            number = next(i for i, value in enumerate(values, 1) if value is None or not math.isfinite(value))
+            return Checked(self.text, "not shown", f"round {number} has no value of {self.of.name}")
         return Checked(
             self.text,
             _outcome(found.low, found.high, self.bound, self.below),

@@ -60,6 +60,13 @@ def test_lines_say_the_bound_that_is_shown() -> None:
     assert checked("ttft_p50>600ms", 20).outcome == "failed"
 
 
+def test_a_round_without_a_value_is_named() -> None:
+    made = result_of(6, 5, lambda side, r, i: 0.5, sides=("a",))
+    made.turns[3].records[:] = [broken(i) for i in range(5)]
+    found = one("ttft_mean<700ms").check(made)
+    assert found.outcome == "not shown" and found.detail == "round 4 has no value of ttft_mean"
+
+
 def test_rates_and_means_need_rounds() -> None:
     assert checked("output_throughput>0.1", 5, rounds=5).outcome == "not shown"
     assert checked("output_throughput>0.1 tok/s", 5, rounds=6).outcome == "held"
