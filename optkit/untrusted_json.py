@@ -47,7 +47,9 @@ def read_bounded(file: Path, limit: int) -> bytes:
         with file.open("rb") as stream:
             data = stream.read(limit + 1)
     except OSError as error:
-        raise UserError(f"the file can't be read: {error.strerror}", where=str(file)) from error
+        raise UserError(
+            f"the file can't be read: {error.strerror}", where=str(file), fix="give a file that can be read"
+        ) from error
     if len(data) > limit:
         raise UserError(f"the file is larger than {limit} bytes", where=str(file))
     return data

@@ -75,7 +75,11 @@ def validate_checkpoint(directory: Path, *, weights: bool = True) -> CheckpointI
         raise UserError("no such directory", where=str(directory))
     names = _check_files(directory)
     if "config.json" not in names:
-        raise UserError("no config.json, so not a Hugging Face model", where=str(directory))
+        raise UserError(
+            "no config.json, so not a Hugging Face model",
+            where=str(directory),
+            fix="give the directory of a model",
+        )
     for name in sorted(names):
         if name.endswith(".json") and name not in VOCABULARY_FILES:
             _check_json(directory / name)

@@ -133,7 +133,11 @@ def read_rows(file: Path) -> dict[str, Row]:
             raise UserError(f"larger than {MAX_BYTES} bytes", where=str(file))
         text = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"the table of hardware can't be read: {error}", where=str(file)) from error
+        raise UserError(
+            f"the table of hardware can't be read: {getattr(error, 'strerror', None) or error}",
+            where=str(file),
+            fix="give a YAML file as in docs/planning.md",
+        ) from error
     document = parse(text, str(file))
     if not isinstance(document.data, dict) or not document.data:
         raise UserError(

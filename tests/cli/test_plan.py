@@ -85,6 +85,8 @@ def test_the_list_of_machines_needs_no_model(
     assert all(name in text and row.source in text for name, row in rows().items())
     own = tmp_path / "own.yaml"
     own.write_text("mine: {kind: cuda}\n")
+    assert run(["plan", "--list-targets", "--hardware", str(tmp_path / "none.yaml")]) == 2
+    assert "No such file or directory. give a YAML file" in capsys.readouterr().err
     given = ["--hardware", str(own)]
     orders = [[*given, "--list-targets"], ["--list-targets", *given]]
     for words in orders:

@@ -83,7 +83,10 @@ def test_markdown_may_go_to_stdout(tmp_path: Path, capsys: pytest.CaptureFixture
         (["-o", "page.html"], "nothing to report on"),
         (["ARTIFACT"], "nothing to write"),
         (["none", "-o", "page.html"], "none"),
-        (["--bench", "none.json", "-o", "page.html"], "none.json"),
+        (
+            ["--bench", "none.json", "-o", "page.html"],
+            "No such file or directory. give a file that can be read",
+        ),
         (["--eval", "FOREIGN", "-o", "page.html"], "no result of optkit eval"),
         (["--bench", "FOREIGN", "-o", "page.html"], "no result of optkit bench"),
         (["--plan", "FOREIGN", "-o", "page.html"], "no result of optkit plan"),
