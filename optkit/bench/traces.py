@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import csv
 import json
+import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -98,8 +99,14 @@ def _rows(file: TextIO, path: str) -> Iterator[TraceRow]:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             fix = "a line is as in Mooncake's traces: timestamp (ms), input_length, output_length, hash_ids"
             raise UserError(
-                f"no request of a trace ({error!r:.80})", where=f"{path}:{number}", fix=fix
+                f"no request of a trace ({reason(error)})", where=f"{path}:{number}", fix=fix
             ) from error
+
+
+def reason(error: Exception, most: int = 80) -> str:
+    """The message of a parsing error in at most ``most`` characters, whole words; a missing key is named as one."""
+    text = f"{error} is missing" if isinstance(error, KeyError) else str(error) or type(error).__name__
+    return textwrap.shorten(text, most, placeholder=" ...")
 
 
 def _json_lines(file: TextIO) -> Iterator[tuple[int, Any]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from optkit.bench.traces import TraceRow, block_len, read_trace, scale_of
+from optkit.bench.traces import TraceRow, block_len, read_trace, reason, scale_of
 from optkit.errors import UserError
 
 ROWS = [
@@ -73,3 +73,11 @@ def test_a_scale_is_a_number_or_a_fraction() -> None:
     for text in ("", "x", "1/0", "0", "-1/2", "inf", "nan", "1e400", "1/"):
         with pytest.raises(UserError, match="--trace-scale"):
             scale_of(text)
+
+
+def test_the_reason_of_a_damaged_line_is_no_code() -> None:
+    assert reason(KeyError("input_length")) == "'input_length' is missing"
+    assert (
+        reason(ValueError("word " * 50)).endswith("word ...") and len(reason(ValueError("word " * 50))) <= 80
+    )
+    assert reason(RecursionError()) == "RecursionError"
