@@ -5,7 +5,7 @@
 The rate is a share of the throughput of many requests at once, measured first. Requests arrive at random times
 (Poisson), in windows of 300, the fewest for a p99; prompts differ from window to window, and the prefix cache works as
 served. Resident memory of the server's processes is read once a second. ``--split-cores`` gives a half of the cores to
-the server and the other to the client; on a busy machine, hold the other work to the client's half (``taskset``).
+the server and the other to the client; on a busy machine, hold the other work to the client's half.
 
 A trend is a straight line through ten blocks of the windows (Theil and Sen), its sign by Kendall's rank correlation at
 95 %. A line does not see what begins late, so each block is also compared with the others. Exit code 1: a number is
