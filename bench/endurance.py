@@ -36,11 +36,11 @@ from bench.memory import memory_of
 from optkit.bench import client, servers, workload
 from optkit.bench.environment import environment, load_average
 from optkit.bench.metrics import OPTKIT
-from optkit.bench.records import RequestRecord, clock
-from optkit.bench.statistics import BLOCKS, SMALLEST_BLOCKS, trend
+from optkit.bench.records import RequestRecord, clock, span
+from optkit.bench.statistics import block_means, trend
 from optkit.bench.workload import WorkloadConfig
 from optkit.errors import UserError
-from optkit.machine.paths import check_place, replace_text
+from optkit.machine.paths import check_place, save_text
 from optkit.text.load import load_tokenizer
 
 MOST = {
@@ -61,7 +61,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     if args.save_result:
         check_place(args.save_result)
-        args.save_result.parent.mkdir(parents=True, exist_ok=True)
     before = environment()
     ids = workload.text_ids(load_tokenizer(str(args.artifact)))
     port = servers.free_port()
@@ -91,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         "windows": windows,
                         "memory": thinned(memory),
                     }
-                    replace_text(args.save_result, json.dumps(content, separators=(",", ":")) + "\n")
+                    save_text(args.save_result, json.dumps(content, separators=(",", ":")) + "\n")
     print_numbers(result, missed, 24, "10.4g", MOST)
     return 1 if missed else 0
 
@@ -120,7 +119,7 @@ def capacity(url: str, model: str, args: argparse.Namespace, ids: Sequence[int])
         records = client.run_workload(url, model, workload.build(config, ids, round_))
     if failed := [record.error for record in records if not record.ok]:
         raise UserError(f"{len(failed)} of {len(records)} requests failed: {failed[0]}", where="the server")
-    return len(records) / (max(r.done or r.send for r in records) - min(r.send for r in records))
+    return len(records) / span(records)
 
 
 @contextmanager
@@ -190,27 +189,16 @@ def summary(windows: Sequence[dict[str, Any]], memory: Sequence[tuple[float, flo
     }
     blocks = block_means(resident)
     if blocks is not None:
-        found |= {
-            "rss_mb_first": blocks[0],
-            "rss_mb_last": blocks[-1],
-            "rss_mb_growth": max(blocks) - blocks[0],
-        }
+        first, end = float(blocks[0]), float(blocks[-1])
+        found |= {"rss_mb_first": first, "rss_mb_last": end, "rss_mb_growth": float(blocks.max()) - first}
     for name in (f"{latency}_p{q}" for latency in LATENCIES for q in (50, 99)):
         values = [row[name] for row in kept if row[name] is not None]
         line, blocks = trend(values), block_means(values)
         if line is not None and blocks is not None:
             found |= {f"{name}_first": line.first, f"{name}_last": line.last}
             found[f"{name}_rise"] = line.last / line.first if line.grows() else 1.0
-            found[f"{name}_worst"] = max(blocks) / float(np.median(blocks))
+            found[f"{name}_worst"] = float(blocks.max() / np.median(blocks))
     return found
-
-
-def block_means(values: Sequence[float]) -> list[float] | None:
-    """The means of ten consecutive blocks, or of fewer with two values each; None below five blocks."""
-    count = min(BLOCKS, len(values) // 2)
-    if count < SMALLEST_BLOCKS:
-        return None
-    return [float(part.mean()) for part in np.array_split(np.asarray(values, dtype=float), count)]
 
 
 def thinned(memory: Sequence[tuple[float, float]], most: int = 720) -> list[list[float]]:

@@ -39,7 +39,7 @@ from optkit.bench.records import RequestRecord
 from optkit.bench.slo import Load, Slo, parse_slo
 from optkit.bench.workload import RequestSchedule, WorkloadConfig
 from optkit.errors import UserError
-from optkit.machine.paths import check_place, replace_text
+from optkit.machine.paths import check_place, save_text
 from optkit.simulation.simulator import Overheads, capacity, simulate, simulate_rate
 from optkit.text.load import load_tokenizer
 from optkit.tune import goal
@@ -242,7 +242,6 @@ def main() -> int:
         parser.error(f"--rank: a ranking has more than {TOP} settings")
     if given.save_result:
         check_place(given.save_result)
-        given.save_result.parent.mkdir(parents=True, exist_ok=True)
     machine = OneArtifact(given.artifact, Shape(given.input_len, given.output_len, Load(rate=1.0)))
     result: dict[str, Any] = {"environment": environment(), "rates": [], "missed": []}
     known = Calibration.from_dict(machine.calibrate("artifact"))
@@ -280,7 +279,7 @@ def missed_ranking(found: dict[str, Any]) -> list[str]:
 def save(file: Path | None, result: dict[str, Any]) -> None:
     """Write the result so far, if there is a file."""
     if file is not None:
-        replace_text(file, json.dumps(result, indent=1) + "\n")
+        save_text(file, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,14 @@ import numpy as np
 
 from bench.clients import tools
 from bench.clients.tools import Load, Numbers, Target
-from bench.cores import split_cores
+from bench.cores import held_to, split_cores
 from bench.figures import command_line
 from optkit.bench.environment import environment
 from optkit.bench.prompts import PromptSource
 from optkit.bench.servers import free_port, model_name, optkit_command, running
 from optkit.bench.statistics import exponential, mean_interval
 from optkit.bench.workload import text_ids
-from optkit.machine.paths import check_place, replace_text
+from optkit.machine.paths import check_place, save_text
 from optkit.text.load import load_tokenizer
 
 BOUND = 0.05
@@ -68,15 +69,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = [args.only] if args.only else list(RUN)
     if args.save_result:
         check_place(args.save_result)
-        args.save_result.parent.mkdir(parents=True, exist_ok=True)
     before = environment()
     port = free_port()
     server_cores, tool_cores = split_cores(os.sched_getaffinity(0))
     cores = {"server_cores": sorted(server_cores), "tool_cores": sorted(tool_cores)}
-    os.sched_setaffinity(0, server_cores)  # a new process has the cores of its parent
     rows: list[dict[str, Any]] = []
-    with running(optkit_command(args.artifact, port), port) as url:
-        os.sched_setaffinity(0, tool_cores)
+    with ExitStack() as stack:
+        with held_to(server_cores):
+            url = stack.enter_context(running(optkit_command(args.artifact, port), port))
+        stack.enter_context(held_to(tool_cores))
         target = Target(url, model_name(url), args.artifact.resolve())
         for row in measured(target, names, args):
             rows.append(row)
@@ -90,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     "missed": missed,
                     "ratios": result,
                 }
-                replace_text(args.save_result, json.dumps(content | {"rounds": rows}, indent=1) + "\n")
+                save_text(args.save_result, json.dumps(content | {"rounds": rows}, indent=1) + "\n")
     for name, of in result.items():
         for number, x in of.items():
             interval = f" [{x['low']:.3f}, {x['high']:.3f}]" if "low" in x else ""

@@ -99,7 +99,7 @@ class Percentile:
 
     def too_few(self, requests: int, _rounds: int) -> str | None:
         """The reason why so many requests in so many rounds can't show the claim, or None."""
-        return None if requests >= self._needed else f"{self._needed} requests are needed, not {requests}"
+        return too_few_requests(requests, self._needed)
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,7 @@ class Joint:
 
     def too_few(self, requests: int, _rounds: int) -> str | None:
         """The reason why so many requests in so many rounds can't show the claim, or None."""
-        needed = samples_needed(self.share)
-        return None if requests >= needed else f"{needed} requests are needed, not {requests}"
+        return too_few_requests(requests, samples_needed(self.share))
 
 
 @dataclass(frozen=True)
@@ -192,6 +191,11 @@ class Relative:
     def too_few(self, _requests: int, rounds: int) -> str | None:
         """The reason why so many requests in so many rounds can't show the claim, or None."""
         return too_few_rounds(rounds)
+
+
+def too_few_requests(requests: int, needed: int) -> str | None:
+    """The reason why ``requests`` show nothing where ``needed`` do, or None."""
+    return None if requests >= needed else f"{needed} requests are needed, not {requests}"
 
 
 def too_few_rounds(rounds: int) -> str | None:

@@ -231,12 +231,10 @@ class Trend:
 
 def trend(values: Sequence[float], blocks: int = BLOCKS) -> Trend | None:
     """The trend of ``values`` in their order; None with fewer than two values a block for five blocks."""
-    count = min(blocks, len(values) // 2)
-    if count < SMALLEST_BLOCKS:
+    means = block_means(values, blocks)
+    if means is None or not np.isfinite(means).all():
         return None
-    means = np.array([part.mean() for part in np.array_split(np.asarray(values, dtype=float), count)])
-    if not np.isfinite(means).all():
-        return None
+    count = len(means)
     before, after = np.triu_indices(count, 1)
     rises = means[after] - means[before]
     slope = float(np.median(rises / (after - before)))
@@ -245,6 +243,14 @@ def trend(values: Sequence[float], blocks: int = BLOCKS) -> Trend | None:
     pairs = len(rises)
     rising, falling = (_at_most(count, pairs - n) for n in (concordant, discordant))
     return Trend(middle, middle + slope * (count - 1), rising, falling, count)
+
+
+def block_means(values: Sequence[float], blocks: int = BLOCKS) -> np.ndarray | None:
+    """The means of ``blocks`` consecutive blocks, or of fewer with two values each; None below five blocks."""
+    count = min(blocks, len(values) // 2)
+    if count < SMALLEST_BLOCKS:
+        return None
+    return np.array([part.mean() for part in np.array_split(np.asarray(values, dtype=float), count)])
 
 
 def _at_most(count: int, inversions: int) -> float:

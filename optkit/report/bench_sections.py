@@ -218,8 +218,9 @@ def throughput_body(benches: Sequence[Bench], styles: dict[str, int]) -> list[Ma
                 throughput_chart(same, styles, *of)
                 for of in (("ttft", "p50"), ("ttft", "p95"), ("tpot", "p50"))
             ]
-            body += [element("h3", kind), grid(charts), wide_table(*loads_table(same), f"loads, {kind}")]
-            body += [paragraph(TOO_FEW, "note")] if hides(same) else []
+            header, rows = loads_table(same)
+            body += [element("h3", kind), grid(charts), wide_table(header, rows, f"loads, {kind}")]
+            body += [paragraph(TOO_FEW, "note")] if hides(rows) else []
             body += [part for bench in same if bench.sweep for part in warnings(bench)]
     return [part for part in body if part]
 
@@ -258,9 +259,9 @@ def loads_table(benches: Sequence[Bench]) -> tuple[tuple[str, ...], list[tuple[s
     return ("load", "side", *(name for name, _ in LOAD_NUMBERS), ""), rows
 
 
-def hides(benches: Sequence[Bench]) -> bool:
-    """Return True if a number of ``loads_table`` is not shown."""
-    return any(NOT_SHOWN in row for row in loads_table(benches)[1])
+def hides(rows: Sequence[tuple[str, ...]]) -> bool:
+    """Return True if a number in ``rows`` of ``loads_table`` is not shown."""
+    return any(NOT_SHOWN in row for row in rows)
 
 
 def load_cell(result: BenchResult, side: str, path: tuple[str, ...]) -> str:

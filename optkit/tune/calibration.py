@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from optkit.bench.records import RequestRecord
+from optkit.bench.records import RequestRecord, span
 from optkit.bench.workload import BenchRequest
 from optkit.errors import UserError
 from optkit.simulation.simulator import Overheads, simulate
@@ -67,6 +68,11 @@ class ProbeRun:
         """The records of the same requests in the simulator."""
         return simulate(config, costs, self.requests, clients=self.clients, overheads=overheads).records
 
+    @cached_property
+    def measured(self) -> tuple[float, ...]:
+        """The ``levels`` of what the client measured."""
+        return self.levels(self.records)
+
     def levels(self, records: Sequence[RequestRecord]) -> tuple[float, ...]:
         """The numbers to reproduce, in seconds: median TTFT and median time per token.
 
@@ -78,8 +84,7 @@ class ProbeRun:
             raise UserError("no request of the calibration was answered", where="calibration")
         per_token = float(np.median([_tpot(r) for r in done]))
         if self.clients is not None and self.clients > 1:
-            ends = [record.done for record in done if record.done is not None]
-            return per_token, max(ends) - min(record.send for record in done)
+            return per_token, span(done)
         return float(np.median([_ttft(r) for r in done])), per_token
 
 
@@ -104,7 +109,7 @@ def _error(config: SchedulerConfig, costs: StepCosts, guess: Overheads, runs: Pr
     total = 0.0
     for run in runs:
         found = run.levels(run.simulated(config, costs, guess))
-        total += float(np.sum((np.log(found) - np.log(run.levels(run.records))) ** 2))
+        total += float(np.sum((np.log(found) - np.log(run.measured)) ** 2))
     return total
 
 

@@ -29,12 +29,7 @@ from optkit.recipe.engine_options import engine_options
 from optkit.recipe.schema import Accept, Recipe
 from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.simulation.step_costs import fit
-from optkit.tune.calibration import (
-    Calibration,
-    ProbeRun,
-    at_server_speed,
-    overheads,
-)
+from optkit.tune.calibration import Calibration, ProbeRun, at_server_speed, overheads
 from optkit.tune.settings import Setting
 from optkit.tune.step_times import steps_in_a_process
 
