@@ -51,9 +51,9 @@ def report_markdown(sources: Sources) -> str:
         blocks += [title, markdown_table(header, rows)]
     for name in dict.fromkeys(bench.sweep for bench in sources.benches if bench.sweep):
         loads = [bench for bench in sources.benches if bench.sweep == name]
-        columns, cells = loads_table(loads)
-        blocks += [f"**{escaped(name)}**", markdown_table(columns, cells)]
-        blocks += [TOO_FEW] if hides(cells) else []
+        columns, lines = loads_table(loads)
+        blocks += [f"**{escaped(name)}**", markdown_table(columns, lines)]
+        blocks += [TOO_FEW] if hides(lines) else []
     for profile in sources.profiles:
         for phase in profile.phases.values():
             blocks.append(f"**{escaped(profile.artifact)}, {escaped(phase.label)}**")
