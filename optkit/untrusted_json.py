@@ -17,6 +17,7 @@ from optkit.errors import UserError
 
 MAX_DEPTH = 64
 MAX_SIZE = 1 << 48
+AGAIN = "copy the file again, or make it again"
 
 Size = Annotated[int, Field(ge=0, le=MAX_SIZE)]
 Name = Annotated[str, Field(max_length=1024, pattern=r"^[^\x00-\x1f\x7f]*$")]
@@ -51,11 +52,13 @@ def read_bounded(file: Path, limit: int) -> bytes:
             f"the file can't be read: {error.strerror}", where=str(file), fix="give a file that can be read"
         ) from error
     if len(data) > limit:
-        raise UserError(f"the file is larger than {limit} bytes", where=str(file))
+        raise UserError(
+            f"the file is larger than {limit} bytes", where=str(file), fix="give a file of the expected kind"
+        )
     return data
 
 
-def parse_json(text: bytes, where: str, subject: str = "the file is") -> dict[str, Any]:
+def parse_json(text: bytes, where: str, subject: str = "the file is", fix: str = AGAIN) -> dict[str, Any]:
     """A JSON object from untrusted bytes: no duplicate keys, no unbounded nesting.
 
     Raises:
@@ -64,9 +67,9 @@ def parse_json(text: bytes, where: str, subject: str = "the file is") -> dict[st
     try:
         value = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{subject} not valid JSON ({error!s:.120})", where=where) from error
+        raise UserError(f"{subject} not valid JSON ({error!s:.120})", where=where, fix=fix) from error
     if not isinstance(value, dict):
-        raise UserError(f"{subject} not a JSON object", where=where)
+        raise UserError(f"{subject} not a JSON object", where=where, fix=fix)
     return value
 
 
@@ -77,22 +80,22 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def parse_bounded(data: bytes, where: str, subject: str = "the file is") -> dict[str, Any]:
+def parse_bounded(data: bytes, where: str, subject: str = "the file is", fix: str = AGAIN) -> dict[str, Any]:
     """A JSON object without duplicate keys, lone surrogates, or nesting beyond ``MAX_DEPTH``.
 
     Raises:
         UserError: the bytes are anything else.
     """
-    value = parse_json(data, where, subject)
+    value = parse_json(data, where, subject, fix)
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         level = [item for node in level for item in children(node)]
         if any(isinstance(item, str) and not is_text(item) for item in level):
-            raise UserError(f"{subject} not valid JSON (a lone surrogate)", where=where)
+            raise UserError(f"{subject} not valid JSON (a lone surrogate)", where=where, fix=fix)
         level = [item for item in level if isinstance(item, (dict, list))]
         if not level:
             return value
-    raise UserError(f"{subject} nested more than {MAX_DEPTH} deep", where=where)
+    raise UserError(f"{subject} nested more than {MAX_DEPTH} deep", where=where, fix=fix)
 
 
 def without_nan(value: Any) -> Any:
@@ -114,8 +117,10 @@ def is_text(value: str) -> bool:
     return value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
 
 
-def check(schema: type[Checked], data: Any, where: str, subject: str = "the file is damaged") -> Checked:
-    """``data`` as an instance of ``schema``.
+def check(
+    schema: type[Checked], data: Any, where: str, subject: str = "the file is damaged", fix: str = AGAIN
+) -> Checked:
+    """``data`` as an instance of ``schema``; ``fix`` is the remedy in the error.
 
     Raises:
         UserError: the first mismatch, with the path in the data.
@@ -125,4 +130,4 @@ def check(schema: type[Checked], data: Any, where: str, subject: str = "the file
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         path = ".".join(str(key) for key in first["loc"])
-        raise UserError(f"{subject} ({path[:200]}: {first['msg'][:200]})", where=where) from error
+        raise UserError(f"{subject} ({path[:200]}: {first['msg'][:200]})", where=where, fix=fix) from error

@@ -9,6 +9,7 @@ import pytest
 
 from optkit.errors import UserError
 from optkit.untrusted_json import (
+    AGAIN,
     MAX_DEPTH,
     Name,
     Schema,
@@ -40,8 +41,9 @@ def test_read_bounded_raises_a_user_error_when_there_is_no_plain_file(tmp_path: 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[1]", b"3", b'{"a": 1, "a": 2}', b"\xff", b"[" * 100_000])
 def test_parse_json_refuses_anything_but_an_object_with_unique_keys(text: bytes) -> None:
-    with pytest.raises(UserError, match=r"not valid JSON|not a JSON object"):
+    with pytest.raises(UserError, match=r"not valid JSON|not a JSON object") as error:
         parse_json(text, "file")
+    assert error.value.fix == AGAIN
 
 
 def nested(depth: int) -> bytes:

@@ -223,7 +223,8 @@ def _throughput(result: BenchResult) -> float:
     rates = [row["request_throughput"] for row in result.rounds(result.sides[0])]
     if not min(rates, default=0.0):
         reason = next(iter(result.problems()), "no request was answered")
-        raise UserError(f"no rate to start from: {reason}", where=result.sides[0])
+        fix = "try the side alone, with a single client (--max-concurrency 1)"
+        raise UserError(f"no rate to start from: {reason}", where=result.sides[0], fix=fix)
     return float(np.median(rates))
 
 

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 from optkit.errors import UserError
 from optkit.untrusted_json import parse_json
 
+FIX = "download or copy it again"
 MAX_HEADER_BYTES = 25 * 1000**2
 MAX_TENSORS = 200_000
 MAX_DIMENSIONS = 16
@@ -59,10 +60,10 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             size = stream.seek(0, 2)
             header, data_bytes = _read_json(stream, size, file)
     except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", where=str(file)) from error
+        raise UserError(f"cannot be read: {error.strerror}", where=str(file), fix=FIX) from error
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
     if len(entries) > MAX_TENSORS:
-        raise UserError(f"{len(entries)} tensors; at most {MAX_TENSORS} are read", where=str(file))
+        raise UserError(f"{len(entries)} tensors; at most {MAX_TENSORS} are read", where=str(file), fix=FIX)
     spans = [_check_entry(name, entry, file) for name, entry in entries.items()]
     _check_cover(sorted(spans), data_bytes, file)
     return {name: TensorInfo(file, entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items()}
@@ -77,8 +78,9 @@ def _read_json(stream: BinaryIO, size: int, file: Path) -> tuple[dict[str, Any],
         what = f"not a safetensors file, or cut off (header of {length} bytes)"
         raise UserError(what, where=str(file), fix=f"a header has 2 to {MAX_HEADER_BYTES} bytes")
     if 8 + length > size:
-        raise UserError(f"truncated: its header needs {8 + length} bytes, it has {size}", where=str(file))
-    header = parse_json(stream.read(length), str(file), "its header is")
+        what = f"truncated: its header needs {8 + length} bytes, it has {size}"
+        raise UserError(what, where=str(file), fix=FIX)
+    header = parse_json(stream.read(length), str(file), "its header is", FIX)
     return header, size - 8 - length
 
 
@@ -86,18 +88,18 @@ def _check_entry(name: str, entry: Any, file: Path) -> tuple[int, int, str]:
     """Begin, end and name of a tensor's bytes, checked against dtype and shape."""
     where = f"{file}: tensor {name!r:.100}"
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise UserError("needs exactly dtype, shape and data_offsets", where=where)
+        raise UserError("needs exactly dtype, shape and data_offsets", where=where, fix=FIX)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise UserError(f"unknown dtype {dtype!r:.40}", where=where)
+        raise UserError(f"unknown dtype {dtype!r:.40}", where=where, fix=FIX)
     if not _naturals(shape) or len(shape) > MAX_DIMENSIONS:
-        raise UserError(f"bad shape {shape!r:.80}", where=where)
+        raise UserError(f"bad shape {shape!r:.80}", where=where, fix=FIX)
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise UserError(f"bad data_offsets {offsets!r:.80}", where=where)
+        raise UserError(f"bad data_offsets {offsets!r:.80}", where=where, fix=FIX)
     elements = math.prod(shape)
     if elements > MAX_ELEMENTS or elements * DTYPE_BITS[dtype] != 8 * (offsets[1] - offsets[0]):
         what = f"shape {shape!r:.80} of {dtype} does not fill its {offsets[1] - offsets[0]} bytes"
-        raise UserError(what, where=where)
+        raise UserError(what, where=where, fix=FIX)
     return offsets[0], offsets[1], name
 
 
@@ -112,10 +114,10 @@ def _check_cover(spans: list[tuple[int, int, str]], data_bytes: int, file: Path)
     for begin, end, name in spans:
         if begin != position:
             problem = "overlaps the tensor before it" if begin < position else "leaves a gap before it"
-            raise UserError(problem, where=f"{file}: tensor {name!r:.100}")
+            raise UserError(problem, where=f"{file}: tensor {name!r:.100}", fix=FIX)
         position = end
     if position > data_bytes:
         what = f"truncated: its tensors need {position} bytes, it has {data_bytes}"
-        raise UserError(what, where=str(file), fix="download or copy it again")
+        raise UserError(what, where=str(file), fix=FIX)
     if position < data_bytes:
-        raise UserError(f"{data_bytes - position} bytes follow the last tensor", where=str(file))
+        raise UserError(f"{data_bytes - position} bytes follow the last tensor", where=str(file), fix=FIX)

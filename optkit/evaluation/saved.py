@@ -126,11 +126,13 @@ def read_eval(path: Path) -> Evaluation:
         UserError: the file is missing, or is no result of ``optkit eval``.
     """
     where = str(path)
-    data = without_nan(parse_bounded(read_bounded(path, MAX_EVAL_BYTES), where))
+    data = without_nan(parse_bounded(read_bounded(path, MAX_EVAL_BYTES), where, fix=FIX))
     given = data.get(VARIANTS, {"": data})
     if not isinstance(given, dict) or not given or not {"windows", "long", VARIANTS} & data.keys():
         raise UserError("no result of optkit eval", where=where, fix=FIX)
-    variants = {name: check(Quality, item, where, "no result of optkit eval") for name, item in given.items()}
+    variants = {
+        name: check(Quality, item, where, "no result of optkit eval", FIX) for name, item in given.items()
+    }
     texts = {key: data[key] for key in ("model", "against") if isinstance(data.get(key), str)}
     environment = data.get("environment")
     return Evaluation(

@@ -28,7 +28,7 @@ from optkit.graph.schema import GraphFile
 from optkit.graph.states import KVSpec, RecurrentSpec, StateSpec
 from optkit.graph.stored import StoredTensor
 from optkit.plugins import MissingPlugIn
-from optkit.untrusted_json import check, parse_bounded
+from optkit.untrusted_json import AGAIN, check, parse_bounded
 
 # (weight name, its origin or None for a constant, the dtype the graph expects) -> the tensor
 WeightLoader = Callable[[str, Origin | None, torch.dtype], Tensor | StoredTensor]
@@ -161,7 +161,9 @@ def refusing_damage(where: str) -> Iterator[None]:
     except MissingPlugIn as error:
         raise MissingPlugIn(error.name, error.what, where) from error
     except DAMAGE as error:
-        raise UserError(f"it is damaged ({type(error).__name__}: {error!s:.300})", where=where) from error
+        raise UserError(
+            f"it is damaged ({type(error).__name__}: {error!s:.300})", where=where, fix=AGAIN
+        ) from error
 
 
 class Reader:

@@ -25,6 +25,7 @@ from optkit.recipe.strict_yaml import Document, parse
 HERE = "here"  # the machine at hand
 FILE_NAME = "hardware.yaml"
 MAX_BYTES = 1 << 20
+FIX = "give a YAML file as in docs/planning.md"
 
 
 @dataclass(frozen=True)
@@ -130,13 +131,13 @@ def read_rows(file: Path) -> dict[str, Row]:
     """
     try:
         if file.stat().st_size > MAX_BYTES:
-            raise UserError(f"larger than {MAX_BYTES} bytes", where=str(file))
+            raise UserError(f"larger than {MAX_BYTES} bytes", where=str(file), fix=FIX)
         text = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"the table of hardware can't be read: {getattr(error, 'strerror', None) or error}",
             where=str(file),
-            fix="give a YAML file as in docs/planning.md",
+            fix=FIX,
         ) from error
     document = parse(text, str(file))
     if not isinstance(document.data, dict) or not document.data:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -156,6 +156,7 @@ class SweepFile(PartSchema):
     probes: list[PointEntry] = Field(default_factory=list)
     environment: dict[str, Any] = Field(default_factory=dict)
     doubts: list[str] = Field(default_factory=list)
+    problems: list[str] = Field(default_factory=list)
 
 
 class WorkloadsFile(PartSchema):
@@ -194,28 +195,29 @@ def read_benches(path: Path) -> list[Bench]:
         UserError: the file is missing, or is no result of ``optkit bench``.
     """
     where = str(path)
-    data = without_nan(parse_bounded(read_bounded(path, MAX_BENCH_BYTES), where))
+    data = without_nan(parse_bounded(read_bounded(path, MAX_BENCH_BYTES), where, fix=FIX))
     if "workloads" in data:
         return list(of_workloads(path.stem, data, where))
     if "points" not in data and "probes" not in data:
         return [bench_of(path.stem, data, where)]
-    file = check(SweepFile, data, where, WRONG)
+    file = check(SweepFile, data, where, WRONG, FIX)
     points = file.points or sorted(file.probes, key=lambda probe: probe.rate or 0.0)
     if not points:
         raise UserError(f"{WRONG}: no load was measured", where=where, fix=FIX)
+    shared = {"environment": file.environment} if file.environment else {}
     found: list[Bench] = []
     for point in points:
-        shared = {"environment": file.environment} if file.environment else {}
         one = bench_of(f"{path.stem}, {point.name}", point.result | shared, where)
         held = [] if point.held is None else ["held" if point.held else f"missed: {', '.join(point.reasons)}"]
-        doubts = [] if found else file.doubts
-        found.append(Bench(one.name, one.result, [*doubts, *one.problems], [*one.claims, *held], path.stem))
-    return found
+        found.append(replace(one, claims=[*one.claims, *held], sweep=path.stem))
+    told = {line for one in found for line in one.problems}
+    whole = [line for line in dict.fromkeys([*file.doubts, *file.problems]) if line not in told]
+    return [replace(found[0], problems=[*whole, *found[0].problems]), *found[1:]]
 
 
 def of_workloads(stem: str, data: dict[str, Any], where: str) -> Iterator[Bench]:
     """The results of several workloads with one environment, as of ``bench.peers``; sides in the order of turns."""
-    file = check(WorkloadsFile, data, where, WRONG)
+    file = check(WorkloadsFile, data, where, WRONG, FIX)
     for name, result in file.workloads.items():
         turns = result.get("turns")
         if not isinstance(turns, list):
@@ -229,7 +231,7 @@ def bench_of(name: str, data: dict[str, Any], where: str) -> Bench:
     """A result from checked JSON."""
     if not {"workload", "sides", "turns"} <= data.keys():
         raise UserError(WRONG, where=where, fix=FIX)
-    file = check(BenchFile, data, where, WRONG)
+    file = check(BenchFile, data, where, WRONG, FIX)
     names = list(file.sides)
     if not names or not {turn.side for turn in file.turns} <= set(names):
         raise UserError(f"{WRONG}: turns of sides that are not named", where=where, fix=FIX)

@@ -180,8 +180,9 @@ def read_result(kind: type[Found], path: Path) -> Found:
         UserError: the file is missing, or is no such result.
     """
     where, name = str(path), kind.COMMAND.partition(" ")[2].partition(" ")[0]
-    data = without_nan(parse_bounded(read_bounded(path, MOST_BYTES), where))
-    return check(kind, data, where, f"no result of optkit {name}; {kind.COMMAND} makes one")
+    fix = f"{kind.COMMAND} makes one"
+    data = without_nan(parse_bounded(read_bounded(path, MOST_BYTES), where, fix=fix))
+    return check(kind, data, where, f"no result of optkit {name}", fix)
 
 
 def read_results(kind: type[Found], paths: Sequence[Path] | None) -> list[Found]:

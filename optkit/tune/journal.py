@@ -21,6 +21,7 @@ from optkit.untrusted_json import parse_bounded, read_bounded
 
 MOST_BYTES = 1 << 28
 NAME = "journal.jsonl"
+ANEW = "--force starts over"
 
 
 class TrialFailed(Exception):
@@ -91,7 +92,7 @@ class Journal:
         text = read_bounded(self.file, MOST_BYTES)
         whole = text[: text.rfind(b"\n") + 1]
         lines = [
-            parse_bounded(line, f"{self.file}:{number}", "the journal is damaged: it is")
+            parse_bounded(line, f"{self.file}:{number}", "the journal is damaged: it is", ANEW)
             for number, line in enumerate(whole.splitlines(), 1)
         ]
         if len(whole) < len(text):
@@ -113,8 +114,7 @@ class Journal:
         self._begin -= max((trial.at for trial in self.trials.values()), default=0.0)
 
     def _damaged(self, number: int) -> UserError:
-        fix = "--force starts over"
-        return UserError("the journal is damaged", where=f"{self.file}:{number}", fix=fix)
+        return UserError("the journal is damaged", where=f"{self.file}:{number}", fix=ANEW)
 
     @property
     def elapsed(self) -> float:

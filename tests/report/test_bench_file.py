@@ -116,6 +116,17 @@ def test_a_sweep_has_a_result_for_each_load(tmp_path: Path) -> None:
     assert first.problems == ["busy"] and second.problems == []
 
 
+def test_problems_of_a_whole_sweep_are_told_once(tmp_path: Path) -> None:
+    """``bench.peers --sweep`` repeats the problems of the loads beside those of the run, such as a skipped engine."""
+    file = tmp_path / "s.json"
+    data = sweep(doubts=[], problems=["openvino: not installed", "round 1: 2 requests failed"])
+    data["points"][1]["result"]["problems"] = ["round 1: 2 requests failed"]
+    file.write_text(json.dumps(data))
+    first, second = read_benches(file)
+    assert first.problems == ["openvino: not installed"]
+    assert second.problems == ["round 1: 2 requests failed"]
+
+
 def test_the_file_of_a_real_sweep_is_read_with_both_ends(tmp_path: Path) -> None:
     """Requests in turn and all at once have an infinite rate, which JSON has no number for."""
     base = WorkloadConfig(num_prompts=3, input_len=8)

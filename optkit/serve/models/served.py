@@ -28,7 +28,7 @@ from optkit.serve.models.memory import estimated_bytes, planned_bytes
 from optkit.serve.server import AppParts, ServeOptions, client_maker, describe_memory
 from optkit.serve.shutdown import RequestsInFlight
 from optkit.serve.supervisor import EngineSupervisor
-from optkit.untrusted_json import read_bounded
+from optkit.untrusted_json import AGAIN, read_bounded
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -61,7 +61,7 @@ def context_length(directory: Path) -> int:
     try:
         return msgspec.json.decode(read_bounded(file, MAX_GRAPH_BYTES), type=_GraphFile).meta.max_model_len
     except msgspec.MsgspecError as error:
-        raise UserError("the graph is damaged", where=str(file)) from error
+        raise UserError("the graph is damaged", where=str(file), fix=AGAIN) from error
 
 
 class ServedModel:
