@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from math import inf
 from statistics import fmean, median
 
 from optkit.bench.metrics import OPTKIT
 from optkit.bench.records import RequestRecord
 from optkit.bench.result import BenchResult
-from optkit.bench.statistics import samples_needed
-from optkit.bench.table import NOT_SHOWN, legend, table
+from optkit.bench.table import legend, table
 from optkit.pages.charts import Series, xy_chart
 from optkit.pages.html import Markup, details, element, items, paragraph, wide_table
-from optkit.pages.numbers import NONE, number, share
+from optkit.pages.numbers import number, share
 from optkit.pages.page import Card, Section
 from optkit.pages.row_charts import Bar, Samples, distribution_chart, stacked_chart
 from optkit.pages.svg import grid
 from optkit.report.bench_file import Bench
+from optkit.report.loads import TOO_FEW, hides, load_points, loads_table
 from optkit.report.rich_cells import cells
 
 LATENCIES = (("ttft", "Time to first token"), ("tpot", "Time per output token"), ("e2e", "Whole request"))
@@ -235,59 +234,6 @@ def throughput_chart(
     ]
     title = f"{metric.upper()} {percentile}"
     return xy_chart(f"{title} against throughput", "output tokens/s", f"{title}, ms", series)
-
-
-LOAD_NUMBERS = (
-    ("output tokens/s", ("output_throughput",)),
-    ("TTFT p50, ms", ("latency_ms", "ttft", "p50")),
-    ("TTFT p95, ms", ("latency_ms", "ttft", "p95")),
-    ("TPOT p50, ms", ("latency_ms", "tpot", "p50")),
-)
-TOO_FEW = (
-    f"A p95 of fewer than {samples_needed(95)} requests is not shown: "
-    "the largest of so few may lie below the true p95."
-)
-
-
-def loads_table(benches: Sequence[Bench]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Header and rows, a row for each load and side; the last column has claims, as the outcome of a probe."""
-    rows = []
-    for bench in sorted(benches, key=load_of):
-        for side in bench.result.sides:
-            cells = [load_cell(bench.result, side, path) for _, path in LOAD_NUMBERS]
-            rows.append((bench.name, side, *cells, "; ".join(bench.claims) if side == bench.first else ""))
-    return ("load", "side", *(name for name, _ in LOAD_NUMBERS), ""), rows
-
-
-def hides(rows: Sequence[tuple[str, ...]]) -> bool:
-    """Return True if a number in ``rows`` of ``loads_table`` is not shown."""
-    return any(NOT_SHOWN in row for row in rows)
-
-
-def load_cell(result: BenchResult, side: str, path: tuple[str, ...]) -> str:
-    """The median over rounds, or ``NOT_SHOWN`` for a percentile of too few requests."""
-    value = result.statistic(side, path)
-    if value is None:
-        return NONE
-    return number(value["median"]) if result.shows(side, path) else NOT_SHOWN
-
-
-def load_of(bench: Bench) -> tuple[float, float]:
-    """A key in the order of loads: clients in turn, then rates, then all requests at once."""
-    config = bench.result.config
-    if config.request_rate is None:
-        return (0.0, float(config.max_concurrency)) if config.max_concurrency else (inf, inf)
-    return config.request_rate, float(config.max_concurrency or 0)
-
-
-def load_points(benches: Sequence[Bench], side: str, path: tuple[str, ...]) -> Iterator[tuple[float, float]]:
-    """(output tokens/s, latency) of each result that shows the latency of ``side``, lightest load first."""
-    for bench in sorted(benches, key=load_of):
-        if side in bench.result.sides and bench.result.shows(side, path):
-            rate = bench.result.statistic(side, ("output_throughput",))
-            latency = bench.result.statistic(side, path)
-            if rate and latency:
-                yield rate["median"], latency["median"]
 
 
 # -- the parts of the time to first token ---------------------------------------------------------------------

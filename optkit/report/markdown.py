@@ -12,8 +12,9 @@ from optkit.pipeline.explain import disturbed_sentence
 from optkit.pipeline.report import evidence_cells, workload_labels
 from optkit.pipeline.report_page import records_in
 from optkit.pipeline.report_quality import quality_table
-from optkit.report.bench_sections import TOO_FEW, hides, loads_table, problems, workload_text
+from optkit.report.bench_sections import problems, workload_text
 from optkit.report.document import Sources
+from optkit.report.loads import TOO_FEW, hides, loads_table
 from optkit.report.result_sections import (
     OP_HEADER,
     STEP_HEADER,

@@ -14,7 +14,8 @@ from optkit.bench.rates import Sweep, SweepPoint, synchronous
 from optkit.bench.workload import WorkloadConfig
 from optkit.errors import UserError
 from optkit.report.bench_file import read_benches
-from optkit.report.bench_sections import load_of, workload_text
+from optkit.report.bench_sections import workload_text
+from optkit.report.loads import load_of
 from tests.support.sample_bench import bench_result
 
 STORED = sorted((Path(__file__).parents[2] / "bench" / "results").glob("ttft-cpu-*.json"))

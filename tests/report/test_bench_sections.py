@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 from optkit.bench.metrics import LatencyBounds
-from optkit.bench.rates import Sweep, SweepPoint
 from optkit.bench.workload import WorkloadConfig
-from optkit.report.bench_file import Bench, read_benches
+from optkit.report.bench_file import Bench
 from optkit.report.bench_sections import (
     bench_cards,
     bench_sections,
     binned,
-    load_points,
-    loads_table,
     problems,
     prompt_series,
     ttft_parts,
     workload_text,
 )
-from optkit.report.document import Sources
-from optkit.report.markdown import report_markdown
 from tests.support.parsed_page import ParsedPage
 from tests.support.sample_bench import PARTS, bench_result, record
 
@@ -96,8 +90,6 @@ def test_throughput_against_latency_has_a_point_for_each_load_in_its_order() -> 
         )
         for rate in (4.0, 1.0, 2.0)
     ]
-    points = list(load_points(loads, "optkit", TPOT))
-    assert [latency for _, latency in points] == pytest.approx([10, 20, 40])
     (section,) = [section for section in bench_sections(loads) if section.key == "throughput"]
     assert len(re.findall("<figure>", "".join(section.body))) == 3
     words = ParsedPage("".join(section.body)).words
@@ -112,27 +104,6 @@ def test_throughput_against_latency_has_a_point_for_each_load_in_its_order() -> 
     for benches in ([loads[0], longer], [longer]):  # other prompts are no other load
         (section,) = [section for section in bench_sections(benches) if section.key == "throughput"]
         assert not section.body
-
-
-@pytest.mark.parametrize(("requests", "rounds", "shown"), [(58, 1, False), (59, 1, True), (30, 2, True)])
-def test_a_p95_of_too_few_requests_is_in_neither_table_nor_chart(
-    requests: int, rounds: int, shown: bool, tmp_path: Path
-) -> None:
-    points = []
-    for rate in (1.0, 2.0):
-        sides = {"optkit": [[record(i, 0.1 + 0.001 * i) for i in range(requests)] for _ in range(rounds)]}
-        config = WorkloadConfig(num_prompts=requests, request_rate=rate, max_concurrency=None)
-        points.append(SweepPoint(rate, bench_result(sides, config)))
-    Sweep(("optkit",), tuple(points)).save(tmp_path / "sweep.json")
-    benches = read_benches(tmp_path / "sweep.json")
-    p95 = ("latency_ms", "ttft", "p95")
-    assert len(list(load_points(benches, "optkit", p95))) == (2 if shown else 0)
-    header, rows = loads_table(benches)
-    assert [row[header.index("TTFT p95, ms")] == "not shown" for row in rows] == [not shown] * 2
-    assert not any(row[header.index("TTFT p50, ms")] == "not shown" for row in rows)
-    text = "".join(bench_sections(benches)[1].body)
-    assert ("TTFT p95 against throughput" in text) == shown == ("fewer than 59 requests" not in text)
-    assert ("not shown" not in report_markdown(Sources(None, benches))) == shown
 
 
 def test_times_by_prompt_length_leave_cached_prompts_out() -> None:
