@@ -52,6 +52,18 @@ def test_ctrl_c_ends_endless_streams_with_an_error_and_takes_the_engine_along() 
         assert "server_shutdown" in stream.text
 
 
+def test_sigterm_to_each_process_lets_an_answer_finish(tmp_path: Path) -> None:
+    """A service manager ends all processes of a service at once, the engine's, too."""
+    log = tmp_path / "log"
+    with LiveServer(server={"shutdown_timeout": 3600}, log=log, **ENDLESS) as live:
+        stream = Stream(live, max_tokens=100)
+        for process in [*live.children(), live.process]:
+            process.send_signal(signal.SIGTERM)
+        assert live.process.wait(PATIENCE) == 0
+        assert '"finish_reason":"length"' in stream.finish()
+    assert warnings(log) == []
+
+
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_second_signal_does_not_wait_for_streams(second: signal.Signals, tmp_path: Path) -> None:
     log = tmp_path / "log"

@@ -37,7 +37,7 @@ A = TypeVar("A", ipc.Embedded, ipc.PinList, ipc.Profiled, ipc.Reported)
 
 TICK_SECONDS = 1.0
 POLL_SECONDS = 0.005
-STOP_SECONDS = 2.0  # each for leaving by itself and for SIGTERM; then SIGKILL
+STOP_SECONDS = 2.0  # for leaving by itself; then SIGKILL
 ENGINE_DIED = "the engine died"
 ENGINE_GONE = "the engine died before it began the request"
 ENGINE_STOPPED = "the engine was stopped"
@@ -378,17 +378,15 @@ def _ignore(casualties: Sequence[Casualty]) -> None:
 
 
 async def end_process(process: subprocess.Popen[bytes] | None) -> int | None:
-    """Wait for the process, then SIGTERM, then SIGKILL; returns the exit code after 4 seconds and a kill at most.
+    """Wait ``STOP_SECONDS`` for the process, then kill it; returns the exit code.
 
     Asks again and again in place of a thread that waits: an interpreter that ends starts no thread any more.
     """
     if process is None:
         return None
-    for insist in (process.terminate, process.kill):
-        end = time.monotonic() + STOP_SECONDS
-        while process.poll() is None and time.monotonic() < end:
-            await asyncio.sleep(POLL_SECONDS)
-        if process.poll() is not None:
-            break
-        insist()
+    end = time.monotonic() + STOP_SECONDS
+    while process.poll() is None and time.monotonic() < end:
+        await asyncio.sleep(POLL_SECONDS)
+    if process.poll() is None:
+        process.kill()
     return process.wait()

@@ -8,8 +8,8 @@ The loop waits on the socket when there is no work (no polling). Between steps t
 Between the parts of a long step (``optkit.cancellation``) the loop only reads: a step whose every request is aborted
 is cancelled, a ``Shutdown`` ends the process, and a heartbeat shows progress. All work happens on the main thread.
 The loop ends when the parent sends ``Shutdown``, closes the pipe or dies. On Linux the kernel then kills the process
-(PR_SET_PDEATHSIG), even in the middle of a load. SIGINT is ignored: Ctrl-C reaches both processes, and the parent
-decides.
+(PR_SET_PDEATHSIG), even in the middle of a load. SIGINT and SIGTERM are ignored: Ctrl-C reaches both processes, a
+service manager ends all processes of a service at once (systemd's ``KillMode=control-group``), and the parent decides.
 """
 
 from __future__ import annotations
@@ -304,6 +304,12 @@ def die_with_parent(parent_pid: int) -> None:
         raise SystemExit(1)
 
 
+def leave_signals_to_parent() -> None:
+    """Ignore SIGINT and SIGTERM, which a terminal or a service manager sends to each process of a server."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def cores() -> int:
     """The number of cores of the process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -356,7 +362,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_signals_to_parent()
     die_with_parent(args.parent)
     logs.configure(source="engine")
     sock, frames = socket.socket(fileno=args.fd), ipc.FrameReader()

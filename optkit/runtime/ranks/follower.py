@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import argparse
 import logging
-import signal
 import socket
 import sys
 from collections.abc import Callable
 
 from optkit.errors import UserError
 from optkit.machine import logs
-from optkit.runtime.process.worker import die_with_parent
+from optkit.runtime.process.worker import die_with_parent, leave_signals_to_parent
 from optkit.runtime.ranks import messages
 from optkit.runtime.ranks.messages import Allocate, Failed, Load, Loaded, RankGone, Step
 
@@ -88,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--region", type=int, required=True, help="the inherited shared memory")
     parser.add_argument("--parent", type=int, required=True, help="process id of rank 0")
     args = parser.parse_args(argv)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_signals_to_parent()
     die_with_parent(args.parent)
     logs.configure(source="rank")
     try:

@@ -42,7 +42,8 @@ def main() -> int:
     need_extra("structured", FEATURE)
     from optkit.runtime.structured import grammar
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the server decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # both reach every process of a server, which decides
+        signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     first = read(source, Tokens)

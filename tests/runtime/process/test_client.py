@@ -66,7 +66,11 @@ def test_concurrent_streams_equal_the_engine_in_this_process() -> None:
             and engine.info.pid == engine.pid
         )
         assert not [c for c in psutil.Process(engine.pid).net_connections() if c.status == psutil.CONN_LISTEN]
-        os.kill(engine.pid, signal.SIGINT)  # Ctrl-C is the parent's business
+        for number in (
+            signal.SIGINT,
+            signal.SIGTERM,
+        ):  # Ctrl-C and a service manager are the parent's business
+            os.kill(engine.pid, number)
         streams = await asyncio.gather(
             *(collect(engine, request(f"r{i}", prompt)) for i, prompt in enumerate(prompts))
         )
