@@ -1,4 +1,4 @@
-"""The verdicts of the comparison of simulator and engine."""
+"""The verdicts of the comparison of rankings."""
 
 from __future__ import annotations
 
@@ -7,18 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from bench.simulator import (
-    NUMBERS,
-    at,
-    is_right,
-    median_seconds,
-    missed_numbers,
-    missed_ranking,
-    noise,
-    slower,
-)
-from optkit.bench.records import RequestRecord
-from optkit.simulation.simulator import Overheads
+from bench.simulator.ranking import is_right, missed_ranking, noise
 
 
 @pytest.mark.parametrize(
@@ -47,23 +36,6 @@ def test_noise_is_what_settings_and_rounds_do_not_explain_and_widens_the_tie() -
     assert noise([[1.0], [2.0]]) == 0
     assert not is_right([1.0, 2.0, 3.6, 3.0, 5.0], 0.02)
     assert is_right([1.0, 2.0, 3.6, 3.0, 5.0], 0.1) and not is_right([1.0, 2.0, 4.2, 3.0, 5.0], 0.1)
-
-
-def row(load: float, error: float) -> dict[str, object]:
-    return {"share": load, "load": load} | {".".join(path): {"error": error} for path in NUMBERS}
-
-
-def test_errors_count_below_four_fifths_of_the_capacity() -> None:
-    assert len(missed_numbers(row(0.7, -0.16))) == len(NUMBERS)
-    assert len(missed_numbers(row(0.7, math.nan))) == len(NUMBERS)
-    assert missed_numbers(row(0.7, 0.14)) == missed_numbers(row(0.85, 0.9)) == []
-    assert at({"a": {"b": 2}}, ("a", "b")) == 2.0
-
-
-def test_drift_slows_all_parts_of_the_costs_alike() -> None:
-    assert slower(Overheads(1.0, 2.0, 3.0, 4.0), 2.0) == Overheads(2.0, 4.0, 6.0, 8.0)
-    done = [RequestRecord(0, 1.0, done=3.0), RequestRecord(1, 1.0, done=2.0), RequestRecord(2, 1.0)]
-    assert median_seconds(done) == 1.5
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""The simulator of ``optkit tune`` against the real engine (``python -m bench.simulator``)."""

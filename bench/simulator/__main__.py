@@ -1,0 +1,93 @@
+"""The simulator of ``optkit tune`` against the real engine, over HTTP.
+
+    python -m bench.simulator artifact/ --save-result bench/results/simulator-NAME.json
+    python -m bench.simulator artifact/ --rank 20
+
+Calibrates the artifact, then serves the same requests at the same arrivals both ways, at several shares of the
+simulated capacity. The bound on TTFT p50, TTFT p95 and output tokens/s below 80 % load is 15 %. Exit code 1 for a
+missed bound.
+
+``--rank N`` measures N settings, too, with a server for each, in rounds of new arrivals. The ranking of a round is
+right where each of the three settings with the least simulated costs is among the three least measured costs, or above
+the third by at most ``SAME`` and the noise of the measurement at 95 %; four rounds of five have to be right. The noise
+is the spread of the logarithms of the costs beside the mean of each setting and of each round; above ``MOST_NOISE``
+nothing is shown. All servers run at once, so the settings are those with the recipe's own KV pool.
+
+The result is saved after each part.
+
+Before and after each run a single client measures the speed of the machine. ``drift`` is the time over the time
+predicted by the calibration, and ``error_without_drift`` the error of a simulation at the speed of the run: the error
+of the simulator apart from the changes of the machine.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from bench.figures import command_line
+from bench.simulator.machine import OneArtifact, at_rate
+from bench.simulator.ranking import TOP, missed_ranking, rank
+from bench.simulator.rates import compare, missed_numbers
+from optkit.bench.environment import environment
+from optkit.bench.slo import Load, parse_slo
+from optkit.machine.paths import check_place, save_text
+from optkit.simulation.simulator import capacity
+from optkit.tune.calibration import Calibration
+from optkit.tune.lab import Shape
+from optkit.tune.settings import Setting
+
+
+def main() -> int:
+    parser = command_line("bench.simulator", __doc__)
+    parser.add_argument("artifact", type=Path)
+    parser.add_argument("--shares", type=float, nargs="*", default=[0.3, 0.5, 0.7], help="of the capacity")
+    parser.add_argument("--num-prompts", type=int, default=60)
+    parser.add_argument("--input-len", type=int, default=256)
+    parser.add_argument("--output-len", type=int, default=32)
+    parser.add_argument("--rank", type=int, default=0, help="settings to measure")
+    parser.add_argument("--rank-share", type=float, default=0.6, help="load of the rankings")
+    parser.add_argument("--rank-rounds", type=int, default=5, help="rankings, each with other arrivals")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save-result", type=Path)
+    given = parser.parse_args()
+    if 0 < given.rank <= TOP:
+        parser.error(f"--rank: a ranking has more than {TOP} settings")
+    if given.save_result:
+        check_place(given.save_result)
+    machine = OneArtifact(given.artifact, Shape(given.input_len, given.output_len, Load(rate=1.0)))
+    result: dict[str, Any] = {"environment": environment(), "rates": [], "missed": []}
+    known = Calibration.from_dict(machine.calibrate("artifact"))
+    result["calibration"] = known.to_dict()
+    print(known, flush=True)
+    for number, share in enumerate(given.shares):
+        row = compare(machine, known, share, given.num_prompts, given.seed + number)
+        print(json.dumps(row, indent=1), flush=True)
+        result["rates"].append(row)
+        result["missed"] += missed_numbers(row)
+        save(given.save_result, result)
+    if given.rank:
+        config = machine.scheduler_config(Setting("artifact"))
+        probe = at_rate(machine, 1.0, 48, given.seed)
+        rate = given.rank_share * capacity(config, known.costs, probe.requests, known.overheads)
+        machine.shape = Shape(given.input_len, given.output_len, Load(rate=rate))
+        slo = parse_slo("ttft_p95<500ms,tpot_p95<50ms")
+        found = rank(machine, known, slo, given.rank, given.num_prompts, given.seed, given.rank_rounds)
+        result["ranking"] = found
+        print(f"rankings right: {found['right']}; noise of a cost {found['noise']:.1%}", flush=True)
+        result["missed"] += missed_ranking(found)
+        save(given.save_result, result)
+    for line in result["missed"]:
+        print("MISSED", line)
+    return bool(result["missed"])
+
+
+def save(file: Path | None, result: dict[str, Any]) -> None:
+    """Write the result so far, if there is a file."""
+    if file is not None:
+        save_text(file, json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,103 @@
+"""The ranking of settings by the simulator against the ranking by measured costs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from bench.simulator.machine import LIMIT, OneArtifact, at_rate
+from optkit.bench.slo import Slo
+from optkit.bench.workload import RequestSchedule
+from optkit.errors import UserError
+from optkit.simulation.simulator import simulate
+from optkit.tune import goal
+from optkit.tune.calibration import Calibration
+from optkit.tune.settings import Setting, grid
+
+SAME = 1.05  # of the third best measured cost
+TOP = 3
+RIGHT = 0.8  # of the rankings
+ONE_SIDED = 1.645  # standard deviations at 95 %
+MOST_NOISE = 0.1  # of a measured cost
+
+
+def rank(
+    machine: OneArtifact, known: Calibration, slo: Slo, settings: int, count: int, seed: int, rounds: int
+) -> dict[str, Any]:
+    """Simulated and measured costs of ``settings`` settings out of the grid, and the rounds whose top three agree."""
+    rate = machine.shape.load.rate
+    assert rate is not None
+    schedules = [at_rate(machine, rate, count, seed + round_) for round_ in range(rounds)]
+    found = [
+        setting
+        for setting in grid("artifact", machine.recipe("artifact"), slo)
+        if "kv_cache_bytes" not in dict(setting.options)
+    ]
+    start = time.perf_counter()
+    simulated = {
+        setting: [simulated_cost(machine, known, slo, setting, schedule) for schedule in schedules]
+        for setting in found
+    }
+    took = time.perf_counter() - start
+    found.sort(key=lambda setting: simulated[setting][0])
+    places = np.unique(np.linspace(0, len(found) - 1, settings).round().astype(int))
+    chosen = [found[place] for place in places]
+    measured: dict[Setting, list[float]] = {setting: [] for setting in chosen}
+    with machine.serving(chosen) as (run, failed):
+        if failed:
+            raise UserError("; ".join(failed.values()), where="--rank", fix="rank fewer settings")
+        for round_, schedule in enumerate(schedules):
+            for place in np.random.default_rng([seed, round_]).permutation(len(chosen)):
+                cost = goal.cost(slo, run(chosen[place], schedule, LIMIT))
+                measured[chosen[place]].append(cost)
+                print(f"round {round_ + 1} of {rounds}: {cost:.3f}, {chosen[place].key}", flush=True)
+    sigma = noise([measured[setting] for setting in chosen])
+    right = [
+        is_right([measured[s][r] for s in sorted(chosen, key=lambda s: simulated[s][r])], sigma)
+        for r in range(rounds)
+    ]
+    rows = [
+        {"setting": setting.key, "simulated": simulated[setting], "measured": measured[setting]}
+        for setting in chosen
+    ]
+    speed = 60 * len(found) * rounds / took
+    return {"rows": rows, "noise": sigma, "right": right, "settings_a_minute": speed}
+
+
+def simulated_cost(
+    machine: OneArtifact, known: Calibration, slo: Slo, setting: Setting, schedule: RequestSchedule
+) -> float:
+    """The cost of ``setting`` in the simulator."""
+    config = machine.scheduler_config(setting)
+    records = simulate(config, known.costs, schedule.requests, overheads=known.overheads).records
+    return float(goal.cost(slo, records))
+
+
+def noise(measured: Sequence[Sequence[float]]) -> float:
+    """The standard deviation of the logarithms of costs [settings][rounds] beside the means of both."""
+    logs = np.log(np.asarray(measured))
+    rest = logs - logs.mean(axis=1, keepdims=True) - logs.mean(axis=0) + logs.mean()
+    free = (logs.shape[0] - 1) * (logs.shape[1] - 1)
+    return float(np.sqrt((rest**2).sum() / free)) if free else 0.0
+
+
+def is_right(measured: Sequence[float], sigma: float = 0.0) -> bool:
+    """True if none of the first three ``measured`` costs is above the third least by more than ``SAME`` and noise.
+
+    Args:
+        measured: in the order of the simulated costs, the least first.
+        sigma: standard deviation of the logarithm of a measured cost.
+    """
+    third = sorted(measured)[:TOP][-1]
+    allowed = SAME * float(np.exp(ONE_SIDED * np.sqrt(2) * sigma))
+    return all(cost <= allowed * third for cost in measured[:TOP])
+
+
+def missed_ranking(found: dict[str, Any]) -> list[str]:
+    """Too few rankings are right, or the noise is too large to tell."""
+    if found["noise"] > MOST_NOISE:
+        return [f"ranking: not shown, the noise of a cost is {found['noise']:.0%}"]
+    return [] if np.mean(found["right"]) >= RIGHT else ["ranking"]
