@@ -1,12 +1,13 @@
 """Calibration of an artifact: the times of its steps, and what a server adds.
 
-``overheads`` compares requests to a running server (``ProbeRun``) with the simulation of the same requests by the times
-of steps (``optkit.tune.step_times``): the rest is HTTP, the process border, and the share of the cores taken from the
-engine.
+``fit_server`` compares requests to a running server (``ProbeRun``) with the simulation of the same requests by the
+times of steps (``optkit.tune.step_times``): the rest is HTTP, the process border, the share of the cores taken from the
+engine, and the speed of the machine, which changes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -30,7 +31,9 @@ SMALLEST = {
     "step": 5e-4,
     "row": 2e-4,
 }  # first tries of an overhead of 0
-SPEEDS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)
+SPEEDS, FINE_SPEEDS = (0.85, 0.93, 1.08, 1.18), (0.97, 0.99, 1.01, 1.03)
+# of the squared logarithm of the speed: levels are off by 7 %, the speed by 15 % between two measurements
+SPEED_PRICE = (0.07 / 0.15) ** 2
 GAIN = 0.01  # least relative gain of a move
 
 
@@ -91,19 +94,6 @@ class ProbeRun:
 Probes = Sequence[ProbeRun]
 
 
-def at_server_speed(config: SchedulerConfig, costs: StepCosts, runs: Probes) -> StepCosts:
-    """``costs`` scaled down where the server of ``runs`` is faster than the steps were, without any overhead.
-
-    The machine may have been slower while the steps were measured, and overheads can't be negative.
-    """
-
-    def error(factor: float) -> float:
-        guess = costs.scaled(factor)
-        return _error(config, guess, _lines(config, guess, runs), runs)
-
-    return costs.scaled(min(SPEEDS, key=error))
-
-
 def _error(config: SchedulerConfig, costs: StepCosts, guess: Overheads, runs: Probes) -> float:
     """Sum of squared relative errors of the simulated ``runs``."""
     total = 0.0
@@ -113,23 +103,36 @@ def _error(config: SchedulerConfig, costs: StepCosts, guess: Overheads, runs: Pr
     return total
 
 
-def overheads(config: SchedulerConfig, costs: StepCosts, runs: Probes) -> Overheads:
-    """The difference between a server and the engine, from measured runs.
+def fit_server(config: SchedulerConfig, costs: StepCosts, runs: Probes) -> tuple[StepCosts, Overheads]:
+    """The costs at the speed of the machine during ``runs``, and the difference between a server and the engine.
 
-    A pattern search: each of the four overheads in turn is scaled and the runs are simulated again, as long as the
-    numbers of ``ProbeRun.levels`` come closer to the measured values, by relative errors. The start are two lines:
-    excess time per token over clients, and excess TTFT of a single client over its prompt.
+    A pattern search: the speed and each of the four overheads in turn is scaled and the runs are simulated again, as
+    long as the numbers of ``ProbeRun.levels`` come closer to the measured values, by relative errors. The speed changes
+    little between the measured steps and the runs, so a change has a price (``SPEED_PRICE``): without it, slower steps
+    and larger overheads explain the same numbers. The start are two lines: excess time per token over clients, and
+    excess TTFT of a single client over its prompt.
     """
-    best = _lines(config, costs, runs)
-    least = _error(config, costs, best, runs)
-    for factors in (SCALES, SCALES, FINE_SCALES):
+    speed, best = 1.0, _lines(config, costs, runs)
+
+    def error(speed: float, guess: Overheads) -> float:
+        price = SPEED_PRICE * math.log(speed) ** 2
+        return price + _error(config, costs.scaled(speed), guess, runs)
+
+    least = error(speed, best)
+    for factors in (SCALES, SCALES, FINE_SCALES, FINE_SCALES):
+        before = least
+        for factor in SPEEDS if factors is SCALES else FINE_SPEEDS:
+            if (rest := error(factor * speed, best)) < least * (1 - GAIN):
+                speed, least = factor * speed, rest
         for name, smallest in SMALLEST.items():
             base = getattr(best, name)
             for value in {0.0, smallest, *(factor * base for factor in factors)}:
                 guess = replace(best, **{name: value})
-                if (rest := _error(config, costs, guess, runs)) < least * (1 - GAIN):
+                if (rest := error(speed, guess)) < least * (1 - GAIN):
                     best, least = guess, rest
-    return best
+        if factors is FINE_SCALES and least == before:
+            break
+    return costs.scaled(speed), best
 
 
 def _lines(config: SchedulerConfig, costs: StepCosts, runs: Probes) -> Overheads:

@@ -29,7 +29,7 @@ from optkit.recipe.engine_options import engine_options
 from optkit.recipe.schema import Accept, Recipe
 from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.simulation.step_costs import fit
-from optkit.tune.calibration import Calibration, ProbeRun, at_server_speed, overheads
+from optkit.tune.calibration import Calibration, ProbeRun, fit_server
 from optkit.tune.settings import Setting
 from optkit.tune.step_times import steps_in_a_process
 
@@ -204,8 +204,7 @@ class Machine:
             runs.append(probe(WorkloadConfig(count, length, output, None, rate, 900_000 + len(PROBES))))
         steps += steps_in_a_process(directory, {}, CALIBRATION_SECONDS)
         limits = self.scheduler_config(plain)
-        costs = at_server_speed(limits, fit(steps), runs)
-        added = overheads(limits, costs, runs)
+        costs, added = fit_server(limits, fit(steps), runs)
         return Calibration(costs, added, time.monotonic() - start).to_dict()
 
     def scheduler_config(self, setting: Setting) -> SchedulerConfig:

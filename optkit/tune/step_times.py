@@ -69,7 +69,8 @@ def measure_steps(engine: Engine, seconds: float = STEP_SECONDS) -> list[tuple[S
     """(shape, seconds) of steps on ``engine``, at most ``MOST_ROUNDS`` times each, for about ``seconds``.
 
     The memory of the KV pool is touched before, and the smallest and the largest step run once unmeasured: the first
-    use of memory takes longer than a step. The result has the median of each shape.
+    use of memory takes longer than a step. The result has the mean of each shape: slow steps, too, keep requests
+    waiting.
     """
     times: dict[int, list[float]] = {}
     made: dict[int, StepShape] = {}
@@ -88,7 +89,7 @@ def measure_steps(engine: Engine, seconds: float = STEP_SECONDS) -> list[tuple[S
                 continue
             made[number], took = measure_step(engine, items)
             known.append(took)
-    return [(shape, float(np.median(times[number]))) for number, shape in made.items()]
+    return [(shape, float(np.mean(times[number]))) for number, shape in made.items()]
 
 
 def measure_step(engine: Engine, items: Sequence[Item]) -> tuple[StepShape, float]:

@@ -15,8 +15,7 @@ from optkit.simulation.step_costs import StepCosts
 from optkit.tune.calibration import (
     Calibration,
     ProbeRun,
-    at_server_speed,
-    overheads,
+    fit_server,
 )
 
 COSTS = StepCosts((0.01, 1e-3, 1e-3, 1e-3, 1e-6, 1e-6))
@@ -47,10 +46,11 @@ def probed(costs: StepCosts, truth: Overheads) -> list[ProbeRun]:
 )
 def test_overheads_are_found_again(truth: Overheads) -> None:
     runs = probed(COSTS, truth)
-    found = overheads(CONFIG, COSTS, runs)
+    costs, found = fit_server(CONFIG, COSTS, runs)
     requests = prompts(6, 300, 9)
     a, b = (
-        simulate(CONFIG, COSTS, requests, clients=2, overheads=o).records[-1].done for o in (found, truth)
+        simulate(CONFIG, c, requests, clients=2, overheads=o).records[-1].done
+        for c, o in ((costs, found), (COSTS, truth))
     )
     assert a == pytest.approx(b, rel=0.03)
     assert found.request == pytest.approx(truth.request, abs=2e-3)
@@ -67,8 +67,7 @@ def test_a_machine_that_changes_between_steps_and_probes_is_predicted_all_the_sa
     """Other processes take a quarter of the cores, or stop taking them: within 8 % at another load."""
     slower = COSTS.scaled(speed)
     runs = probed(slower, Overheads())
-    costs = at_server_speed(CONFIG, COSTS, runs)
-    found = overheads(CONFIG, costs, runs)
+    costs, found = fit_server(CONFIG, COSTS, runs)
     requests = prompts(30, 256, 16)
     a = simulate(CONFIG, costs, requests, clients=4, overheads=found).seconds
     assert a == pytest.approx(simulate(CONFIG, slower, requests, clients=4).seconds, rel=0.08)
@@ -83,4 +82,4 @@ def test_first_tokens_of_several_clients_without_pauses_are_no_overhead() -> Non
     assert late != eight.records and eight.levels(late) == eight.levels(eight.records)
     assert len(runs[0].levels(runs[0].records)) == len(runs[3].levels(runs[3].records)) == 2
     changed = [*runs[:2], ProbeRun(8, eight.requests, late), runs[3]]
-    assert overheads(CONFIG, COSTS, changed) == overheads(CONFIG, COSTS, runs)
+    assert fit_server(CONFIG, COSTS, changed) == fit_server(CONFIG, COSTS, runs)
