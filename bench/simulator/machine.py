@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
-
 from optkit.bench import workload
-from optkit.bench.records import RequestRecord
 from optkit.bench.workload import RequestSchedule, WorkloadConfig
+from optkit.errors import UserError
 from optkit.text.load import load_tokenizer
-from optkit.tune.lab import Machine, Shape
+from optkit.tune.lab import Machine, Run, Shape
+from optkit.tune.settings import Setting
 
 LIMIT = 300.0  # seconds of a run
-SINGLE = 4  # requests of one client before and after a run, for the drift of the machine
 
 
 class OneArtifact(Machine):
@@ -37,22 +36,21 @@ class OneArtifact(Machine):
         self._ids = self._ids or workload.text_ids(load_tokenizer(str(self._artifact)))
         return self._ids
 
+    @contextmanager
+    def serving_all(self, *settings: Setting) -> Iterator[Run]:
+        """A server for each of ``settings``.
+
+        Raises:
+            UserError: a server does not start.
+        """
+        with self.serving(settings) as (run, failed):
+            if failed:
+                raise UserError("; ".join(failed.values()), where=str(self._artifact))
+            yield run
+
 
 def at_rate(machine: OneArtifact, rate: float, count: int, seed: int) -> RequestSchedule:
     """``count`` requests at ``rate``."""
     shape = machine.shape
     config = WorkloadConfig(count, shape.input_len, shape.output_len, None, rate, seed)
     return workload.build(config, machine.ids())
-
-
-def single(machine: OneArtifact) -> RequestSchedule:
-    """``SINGLE`` requests in turn."""
-    shape = machine.shape
-    return workload.build(
-        WorkloadConfig(SINGLE, shape.input_len, shape.output_len, 1, None, 77), machine.ids()
-    )
-
-
-def median_seconds(records: Sequence[RequestRecord]) -> float:
-    """The median time from sending to the end."""
-    return float(np.median([record.done - record.send for record in records if record.done is not None]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,6 @@ import numpy as np
 from bench.simulator.machine import LIMIT, OneArtifact, at_rate
 from optkit.bench.slo import Slo
 from optkit.bench.workload import RequestSchedule
-from optkit.errors import UserError
 from optkit.simulation.simulator import simulate
 from optkit.tune import goal
 from optkit.tune.calibration import Calibration
@@ -27,28 +26,24 @@ MOST_NOISE = 0.1  # of a measured cost
 def rank(
     machine: OneArtifact, known: Calibration, slo: Slo, settings: int, count: int, seed: int, rounds: int
 ) -> dict[str, Any]:
-    """Simulated and measured costs of ``settings`` settings out of the grid, and the rounds whose top three agree."""
+    """Simulated and measured costs of ``settings`` settings out of the grid, and the rounds whose top three agree.
+
+    Raises:
+        UserError: a server does not start.
+    """
     rate = machine.shape.load.rate
     assert rate is not None
     schedules = [at_rate(machine, rate, count, seed + round_) for round_ in range(rounds)]
-    found = [
-        setting
-        for setting in grid("artifact", machine.recipe("artifact"), slo)
-        if "kv_cache_bytes" not in dict(setting.options)
-    ]
     start = time.perf_counter()
     simulated = {
         setting: [simulated_cost(machine, known, slo, setting, schedule) for schedule in schedules]
-        for setting in found
+        for setting in grid("artifact", machine.recipe("artifact"), slo)
+        if "kv_cache_bytes" not in dict(setting.options)
     }
-    took = time.perf_counter() - start
-    found.sort(key=lambda setting: simulated[setting][0])
-    places = np.unique(np.linspace(0, len(found) - 1, settings).round().astype(int))
-    chosen = [found[place] for place in places]
+    speed = 60 * len(simulated) * rounds / (time.perf_counter() - start)
+    chosen = spread({setting: geometric_mean(costs) for setting, costs in simulated.items()}, settings)
     measured: dict[Setting, list[float]] = {setting: [] for setting in chosen}
-    with machine.serving(chosen) as (run, failed):
-        if failed:
-            raise UserError("; ".join(failed.values()), where="--rank", fix="rank fewer settings")
+    with machine.serving_all(*chosen) as run:
         for round_, schedule in enumerate(schedules):
             for place in np.random.default_rng([seed, round_]).permutation(len(chosen)):
                 cost = goal.cost(slo, run(chosen[place], schedule, LIMIT))
@@ -63,8 +58,7 @@ def rank(
         {"setting": setting.key, "simulated": simulated[setting], "measured": measured[setting]}
         for setting in chosen
     ]
-    speed = 60 * len(found) * rounds / took
-    return {"rows": rows, "noise": sigma, "right": right, "settings_a_minute": speed}
+    return {"slo": str(slo), "rows": rows, "noise": sigma, "right": right, "settings_a_minute": speed}
 
 
 def simulated_cost(
@@ -74,6 +68,26 @@ def simulated_cost(
     config = machine.scheduler_config(setting)
     records = simulate(config, known.costs, schedule.requests, overheads=known.overheads).records
     return float(goal.cost(slo, records))
+
+
+def geometric_mean(costs: Sequence[float]) -> float:
+    """The geometric mean of positive ``costs``."""
+    return float(np.exp(np.mean(np.log(costs))))
+
+
+def spread(costs: Mapping[Setting, float], count: int) -> list[Setting]:
+    """``count`` of the settings, in the order of their costs and evenly over the logarithm as far as they go.
+
+    Most settings of a grid cost the same. Among those a ranking shows nothing.
+    """
+    left = sorted(costs, key=lambda setting: costs[setting])
+    logs = np.log([costs[setting] for setting in left])
+    found = []
+    for wanted in np.linspace(logs[0], logs[-1], min(count, len(left))):
+        near = min(left, key=lambda setting: abs(np.log(costs[setting]) - wanted))
+        left.remove(near)
+        found.append(near)
+    return sorted(found, key=lambda setting: costs[setting])
 
 
 def noise(measured: Sequence[Sequence[float]]) -> float:
@@ -96,7 +110,7 @@ def is_right(measured: Sequence[float], sigma: float = 0.0) -> bool:
     return all(cost <= allowed * third for cost in measured[:TOP])
 
 
-def missed_ranking(found: dict[str, Any]) -> list[str]:
+def missed_ranking(found: Mapping[str, Any]) -> list[str]:
     """Too few rankings are right, or the noise is too large to tell."""
     if found["noise"] > MOST_NOISE:
         return [f"ranking: not shown, the noise of a cost is {found['noise']:.0%}"]

@@ -1,63 +1,64 @@
-"""Simulated and measured latencies and throughput at a share of the capacity."""
+"""Simulated and measured latencies and throughput at shares of the capacity, in rounds of new arrivals."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from bench.simulator.machine import LIMIT, OneArtifact, at_rate, median_seconds, single
-from optkit.bench import workload
+from bench.simulator.machine import LIMIT, OneArtifact, at_rate
 from optkit.bench.metrics import summarize
-from optkit.bench.workload import WorkloadConfig
-from optkit.simulation.simulator import Overheads, capacity, simulate, simulate_rate
+from optkit.bench.records import RequestRecord
+from optkit.simulation.simulator import capacity, simulate_rate
 from optkit.tune.calibration import Calibration
+from optkit.tune.intervals import paired_ratio
 from optkit.tune.settings import Setting
 
 BOUND = 0.15  # relative
 BELOW = 0.8  # load
-NUMBERS = (("latency_ms", "ttft", "p50"), ("latency_ms", "ttft", "p95"), ("output_throughput",))
+NUMBERS = {
+    "ttft_p50_ms": ("latency_ms", "ttft", "p50"),
+    "ttft_p95_ms": ("latency_ms", "ttft", "p95"),
+    "output_throughput": ("output_throughput",),
+}
+SETTING = Setting("artifact")
 
 
-def compare(machine: OneArtifact, known: Calibration, share: float, count: int, seed: int) -> dict[str, Any]:
-    """One rate, simulated and measured: errors by number, relative."""
-    setting, shape = Setting("artifact"), machine.shape
-    config = machine.scheduler_config(setting)
-    probe = workload.build(
-        WorkloadConfig(48, shape.input_len, shape.output_len, None, 1.0, seed), machine.ids()
-    )
-    rate = share * capacity(config, known.costs, probe.requests, known.overheads)
-    schedule = at_rate(machine, rate, count, seed)
-    simulated = simulate_rate(config, known.costs, schedule.requests, rate, known.overheads)
-    in_turn = single(machine)
-    with machine.serving([setting]) as (run, failed):
-        assert not failed, failed
-        alone = run(setting, in_turn, LIMIT)
-        records = run(setting, schedule, LIMIT)
-        alone += run(setting, in_turn, LIMIT)
-    expected = simulate(config, known.costs, in_turn.requests, clients=1, overheads=known.overheads).records
-    drift = median_seconds(alone) / median_seconds(expected)
-    at_speed = simulate(
-        config, known.costs.scaled(drift), schedule.requests, overheads=slower(known.overheads, drift)
-    )
-    a, b, c = summarize(simulated.records), summarize(records), summarize(at_speed.records)
-    row: dict[str, Any] = {
-        "share": share,
-        "rate": rate,
-        "load": simulated.load,
-        "known": simulated.known,
-        "requests": count,
-        "drift": drift,
-    }
-    for path in NUMBERS:
-        name = ".".join(path)
-        row[name] = {"simulated": at(a, path), "measured": at(b, path)}
-        row[name]["error"] = row[name]["simulated"] / row[name]["measured"] - 1
-        row[name]["error_without_drift"] = at(c, path) / row[name]["measured"] - 1
-    return row
+def compare(
+    machine: OneArtifact, known: Calibration, shares: Sequence[float], count: int, seed: int, rounds: int
+) -> list[dict[str, Any]]:
+    """A row for each of ``shares``: the rate, and for each number the values of all rounds with the ratio.
+
+    The server answers other prompts each time, so none is in the prefix cache.
+
+    Raises:
+        UserError: the server does not start.
+    """
+    config = machine.scheduler_config(SETTING)
+    probe = at_rate(machine, 1.0, 48, seed)
+    most = capacity(config, known.costs, probe.requests, known.overheads)
+    rows = [{"share": share, "rate": share * most, "requests": count, "rounds": []} for share in shares]
+    with machine.serving_all(SETTING) as run:
+        for round_ in range(rounds):
+            for place, row in enumerate(rows):
+                schedule = at_rate(machine, row["rate"], count, seed + round_ * len(rows) + place)
+                found = simulate_rate(config, known.costs, schedule.requests, row["rate"], known.overheads)
+                simulated, measured = numbers(found.records), numbers(run(SETTING, schedule, LIMIT))
+                row["rounds"].append({"load": found.load, "simulated": simulated, "measured": measured})
+                print(
+                    f"round {round_ + 1} of {rounds}, {row['share']:.0%} of the capacity: {measured}",
+                    flush=True,
+                )
+    return [row | ratios(row["rounds"]) for row in rows]
 
 
-def at(summary: dict[str, Any], path: Sequence[str]) -> float:
+def numbers(records: Sequence[RequestRecord]) -> dict[str, float]:
+    """The compared numbers of a run."""
+    summary = summarize(records)
+    return {name: at(summary, path) for name, path in NUMBERS.items()}
+
+
+def at(summary: Mapping[str, Any], path: Sequence[str]) -> float:
     """The number at ``path`` of a summary."""
     value: Any = summary
     for key in path:
@@ -65,14 +66,30 @@ def at(summary: dict[str, Any], path: Sequence[str]) -> float:
     return float(value)
 
 
-def slower(overheads: Overheads, factor: float) -> Overheads:
-    """``overheads`` of a machine slower by ``factor``."""
-    return Overheads(*(factor * value for value in asdict(overheads).values()))
+def ratios(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The largest load of ``rounds``, and by number simulated over measured with the 95 % interval over rounds."""
+    found: dict[str, Any] = {"load": max(one["load"] for one in rounds)}
+    for name in NUMBERS:
+        sides = ([one[side][name] for one in rounds] for side in ("simulated", "measured"))
+        found[name] = asdict(paired_ratio(*sides))
+    return found
 
 
-def missed_numbers(row: dict[str, Any]) -> list[str]:
+def missed_numbers(row: Mapping[str, Any]) -> list[str]:
     """The numbers of a rate with an error above ``BOUND``; none above ``BELOW`` of the capacity."""
     if row["load"] >= BELOW:
         return []
-    names = [".".join(path) for path in NUMBERS]
-    return [f"{name} at {row['share']:.0%}" for name in names if not abs(row[name]["error"]) <= BOUND]
+    return [
+        f"{name} at {row['share']:.0%}: {row[name]['value']:.3f} of the measured value"
+        for name in NUMBERS
+        if not abs(row[name]["value"] - 1) <= BOUND
+    ]
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """The ratios of a rate in a line."""
+    parts = (
+        f"{name} {row[name]['value']:.3f} [{row[name]['low']:.3f}, {row[name]['high']:.3f}]"
+        for name in NUMBERS
+    )
+    return f"{row['share']:.0%} of the capacity, {row['rate']:.2f}/s, simulated over measured: {', '.join(parts)}"

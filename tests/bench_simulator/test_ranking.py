@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from bench.simulator.ranking import is_right, missed_ranking, noise
+from bench.simulator.ranking import is_right, missed_ranking, noise, spread
+from optkit.tune.settings import Setting
 
 
 @pytest.mark.parametrize(
@@ -45,3 +46,12 @@ def test_noise_is_what_settings_and_rounds_do_not_explain_and_widens_the_tie() -
 def test_four_of_five_rankings_count_where_the_noise_is_small(right: int, sigma: float, missed: int) -> None:
     found = {"right": [True] * right + [False] * (5 - right), "noise": sigma}
     assert len(missed_ranking(found)) == missed
+
+
+def test_settings_are_spread_over_the_costs_and_not_over_their_number() -> None:
+    costs = {Setting.of("r", {"places": n}): 1.0 + 0.001 * n for n in range(50)}
+    costs |= {Setting.of("r", {"places": 100 + n}): cost for n, cost in enumerate((2.0, 4.0, 8.0))}
+    found = [costs[setting] for setting in spread(costs, 4)]
+    assert found == [1.0, 2.0, 4.0, 8.0]
+    assert len(set(spread(costs, 20))) == 20
+    assert spread(costs, 99) == sorted(costs, key=lambda setting: costs[setting])
