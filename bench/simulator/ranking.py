@@ -66,8 +66,8 @@ def simulated_cost(
 ) -> float:
     """The cost of ``setting`` in the simulator."""
     config = machine.scheduler_config(setting)
-    records = simulate(config, known.costs, schedule.requests, overheads=known.overheads).records
-    return float(goal.cost(slo, records))
+    found = simulate(config, known.costs, schedule.requests, overheads=known.overheads, pace=known.pace)
+    return float(goal.cost(slo, found.records))
 
 
 def geometric_mean(costs: Sequence[float]) -> float:

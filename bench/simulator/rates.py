@@ -9,9 +9,10 @@ from typing import Any
 from bench.simulator.machine import LIMIT, OneArtifact, at_rate
 from optkit.bench.metrics import summarize
 from optkit.bench.records import RequestRecord
+from optkit.simulation.pace import STEADY
 from optkit.simulation.simulator import capacity, simulate_rate
 from optkit.tune.calibration import Calibration
-from optkit.tune.intervals import paired_ratio
+from optkit.tune.intervals import Ratio, paired_ratio
 from optkit.tune.settings import Setting
 
 BOUND = 0.15  # relative
@@ -42,9 +43,19 @@ def compare(
         for round_ in range(rounds):
             for place, row in enumerate(rows):
                 schedule = at_rate(machine, row["rate"], count, seed + round_ * len(rows) + place)
-                found = simulate_rate(config, known.costs, schedule.requests, row["rate"], known.overheads)
-                simulated, measured = numbers(found.records), numbers(run(SETTING, schedule, LIMIT))
-                row["rounds"].append({"load": found.load, "simulated": simulated, "measured": measured})
+                simulated, steady = (
+                    simulate_rate(config, known.costs, schedule.requests, row["rate"], known.overheads, pace)
+                    for pace in (known.pace, STEADY)
+                )
+                measured = numbers(run(SETTING, schedule, LIMIT))
+                row["rounds"].append(
+                    {
+                        "load": simulated.load,
+                        "simulated": numbers(simulated.records),
+                        "steady": numbers(steady.records),
+                        "measured": measured,
+                    }
+                )
                 print(
                     f"round {round_ + 1} of {rounds}, {row['share']:.0%} of the capacity: {measured}",
                     flush=True,
@@ -67,11 +78,17 @@ def at(summary: Mapping[str, Any], path: Sequence[str]) -> float:
 
 
 def ratios(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The largest load of ``rounds``, and by number simulated over measured with the 95 % interval over rounds."""
-    found: dict[str, Any] = {"load": max(one["load"] for one in rounds)}
+    """The largest load of ``rounds``, and by number simulated over measured with the 95 % interval over rounds.
+
+    ``steady`` has the ratios of a simulation without the changes of the machine's pace.
+    """
+    found: dict[str, Any] = {"load": max(one["load"] for one in rounds), "steady": {}}
     for name in NUMBERS:
-        sides = ([one[side][name] for one in rounds] for side in ("simulated", "measured"))
-        found[name] = asdict(paired_ratio(*sides))
+        simulated, steady, measured = (
+            [one[side][name] for one in rounds] for side in ("simulated", "steady", "measured")
+        )
+        found[name] = asdict(paired_ratio(simulated, measured))
+        found["steady"][name] = asdict(paired_ratio(steady, measured))
     return found
 
 
@@ -89,7 +106,6 @@ def missed_numbers(row: Mapping[str, Any]) -> list[str]:
 def line(row: Mapping[str, Any]) -> str:
     """The ratios of a rate in a line."""
     parts = (
-        f"{name} {row[name]['value']:.3f} [{row[name]['low']:.3f}, {row[name]['high']:.3f}]"
-        for name in NUMBERS
+        f"{name} {Ratio(**row[name])} (steady pace {row['steady'][name]['value']:.3f})" for name in NUMBERS
     )
     return f"{row['share']:.0%} of the capacity, {row['rate']:.2f}/s, simulated over measured: {', '.join(parts)}"

@@ -7,7 +7,8 @@ flight and the records come from ``optkit.bench``, so the formulas of all metric
 cost model learns from the virtual times, as in a server.
 
 ``Overheads`` are the difference between a server and the engine: seconds of a request before the queue, and seconds of
-the engine's cores by tokens in and out.
+the engine's cores by tokens in and out. A ``Pace`` makes the machine slower and faster over time, as it was while the
+steps were measured.
 
 Near saturation waiting times grow without bound, and errors of the costs grow with the waiting. Above ``MOST_LOAD`` of
 the capacity the result of a simulation is marked as not known (``Simulation.known``).
@@ -35,6 +36,7 @@ from optkit.runtime.types import (
     ScheduledRequest,
     TokenOutput,
 )
+from optkit.simulation.pace import STEADY, Pace
 from optkit.simulation.step_costs import taught_cost_model
 
 MOST_LOAD = 0.9  # of the capacity
@@ -117,6 +119,7 @@ def simulate(
     *,
     clients: int | None = None,
     overheads: Overheads | None = None,
+    pace: Pace = STEADY,
     watch: Watch | None = None,
 ) -> Simulation:
     """Serve ``requests`` in virtual time.
@@ -124,9 +127,10 @@ def simulate(
     Args:
         clients: most requests in flight; None is no limit.
         overheads: of a server; None simulates the engine alone.
+        pace: of the machine, over time.
         watch: called after each step with the scheduler, the virtual time in seconds and the outputs of the step.
     """
-    return _Run(config, costs, requests, clients, overheads or Overheads(), watch).result()
+    return _Run(config, costs, requests, clients, overheads or Overheads(), pace, watch).result()
 
 
 def simulate_rate(
@@ -135,9 +139,10 @@ def simulate_rate(
     requests: Sequence[BenchRequest],
     rate: float,
     overheads: Overheads | None = None,
+    pace: Pace = STEADY,
 ) -> Simulation:
     """``simulate`` with arrivals at ``rate`` requests a second, and the load."""
-    found = simulate(config, costs, requests, overheads=overheads)
+    found = simulate(config, costs, requests, overheads=overheads, pace=pace)
     found.load = rate / capacity(config, costs, requests, overheads)
     return found
 
@@ -169,10 +174,11 @@ class _Run:
         requests: Sequence[BenchRequest],
         clients: int | None,
         overheads: Overheads,
+        pace: Pace,
         watch: Watch | None,
     ) -> None:
         self.now = 0.0
-        self.costs, self.overheads, self.watch = costs, overheads, watch
+        self.costs, self.overheads, self.pace, self.watch = costs, overheads, pace, watch
         self.requests = {str(request.index): request for request in requests}
         self.scheduler = Scheduler(config, self._clock, taught_cost_model(costs.alone))
         self.due = deque(sorted(requests, key=lambda request: request.arrival))
@@ -231,8 +237,8 @@ class _Run:
         if batch.items:
             out, rows = self.overheads, sum(item.num_logits for item in batch.items)
             prompts = sum(item.num_new for item in batch.items if item.num_new > 1)
-            self.now += self.costs.step(batch.items) + out.step + out.row * rows
-            self.now += out.prompt_token * prompts
+            seconds = self.costs.step(batch.items) + out.step + out.row * rows + out.prompt_token * prompts
+            self.now += self.pace.at(before) * seconds
             self.found.busy += self.now - before
         results = [(TOKEN,) if item.needs_logits else None for item in batch.items]
         outputs = self.scheduler.update(batch, results)

@@ -91,17 +91,20 @@ class StepCosts:
 
 
 def fit(samples: Sequence[tuple[StepShape, float]]) -> StepCosts:
-    """The best fit to ``samples`` of (shape, seconds).
+    """The best fit to the mean times of the shapes in ``samples`` of (shape, seconds).
 
     Raises:
         ValueError: no samples, or a time of 0 or less.
     """
     if not samples or min(seconds for _, seconds in samples) <= 0:
         raise ValueError("a fit needs steps with positive times")
-    seconds = np.array([s for _, s in samples])
-    features = np.array([shape.features for shape, _ in samples]) / seconds[:, None]
+    times: dict[StepShape, list[float]] = {}
+    for shape, took in samples:
+        times.setdefault(shape, []).append(took)
+    seconds = np.array([float(np.mean(of_shape)) for of_shape in times.values()])
+    features = np.array([shape.features for shape in times]) / seconds[:, None]
     scale = np.maximum(np.abs(features).max(axis=0), 1e-300)
-    columns, target = features / scale, np.ones(len(samples))
+    columns, target = features / scale, np.ones(len(times))
     best, least = np.zeros(features.shape[1]), float(np.inf)
     for size in range(1, features.shape[1] + 1):
         for chosen in itertools.combinations(range(features.shape[1]), size):

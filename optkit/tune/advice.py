@@ -103,10 +103,17 @@ def _cost(
         return math.inf
     if load.rate is None:
         found = simulate(
-            config, costs or known.costs, requests, clients=load.clients, overheads=known.overheads
+            config,
+            costs or known.costs,
+            requests,
+            clients=load.clients,
+            overheads=known.overheads,
+            pace=known.pace,
         )
     else:
-        found = simulate_rate(config, costs or known.costs, requests, rate or load.rate, known.overheads)
+        found = simulate_rate(
+            config, costs or known.costs, requests, rate or load.rate, known.overheads, known.pace
+        )
     return goal.cost(search.slo, found.records)
 
 

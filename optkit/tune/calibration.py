@@ -18,6 +18,7 @@ import numpy as np
 from optkit.bench.records import RequestRecord, span
 from optkit.bench.workload import BenchRequest
 from optkit.errors import UserError
+from optkit.simulation.pace import STEADY, Pace
 from optkit.simulation.simulator import Overheads, simulate
 from optkit.simulation.step_costs import StepCosts
 
@@ -39,11 +40,15 @@ GAIN = 0.01  # least relative gain of a move
 
 @dataclass(frozen=True)
 class Calibration:
-    """The costs of an artifact on the machine at hand; ``seconds`` is the time of the measurements."""
+    """The costs of an artifact on the machine at hand, and the pace of the machine while they were measured.
+
+    ``seconds`` is the time of the measurements.
+    """
 
     costs: StepCosts
     overheads: Overheads
     seconds: float
+    pace: Pace = STEADY
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -51,7 +56,8 @@ class Calibration:
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Calibration:
         costs = data["costs"] | {"coefficients": tuple(data["costs"]["coefficients"])}
-        return Calibration(StepCosts(**costs), Overheads(**data["overheads"]), data["seconds"])
+        pace = Pace(**{name: tuple(values) for name, values in data.get("pace", {}).items()})
+        return Calibration(StepCosts(**costs), Overheads(**data["overheads"]), data["seconds"], pace)
 
 
 @dataclass(frozen=True)
@@ -94,12 +100,16 @@ class ProbeRun:
 Probes = Sequence[ProbeRun]
 
 
-def _error(config: SchedulerConfig, costs: StepCosts, guess: Overheads, runs: Probes) -> float:
-    """Sum of squared relative errors of the simulated ``runs``."""
+def _error(
+    config: SchedulerConfig, costs: StepCosts, guess: Overheads, runs: Probes, most: float = math.inf
+) -> float:
+    """Sum of squared relative errors of the simulated ``runs``; infinite as soon as the sum is above ``most``."""
     total = 0.0
     for run in runs:
         found = run.levels(run.simulated(config, costs, guess))
         total += float(np.sum((np.log(found) - np.log(run.measured)) ** 2))
+        if total > most:
+            return math.inf
     return total
 
 
@@ -112,11 +122,11 @@ def fit_server(config: SchedulerConfig, costs: StepCosts, runs: Probes) -> tuple
     and larger overheads explain the same numbers. The start are two lines: excess time per token over clients, and
     excess TTFT of a single client over its prompt.
     """
-    speed, best = 1.0, _lines(config, costs, runs)
+    speed, best, least = 1.0, _lines(config, costs, runs), math.inf
 
     def error(speed: float, guess: Overheads) -> float:
         price = SPEED_PRICE * math.log(speed) ** 2
-        return price + _error(config, costs.scaled(speed), guess, runs)
+        return price + _error(config, costs.scaled(speed), guess, runs, least - price)
 
     least = error(speed, best)
     for factors in (SCALES, SCALES, FINE_SCALES, FINE_SCALES):

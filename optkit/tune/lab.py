@@ -28,6 +28,7 @@ from optkit.evaluation.limits import Z_975
 from optkit.recipe.engine_options import engine_options
 from optkit.recipe.schema import Accept, Recipe
 from optkit.runtime.scheduling.config import SchedulerConfig
+from optkit.simulation.pace import recorded
 from optkit.simulation.step_costs import fit
 from optkit.tune.calibration import Calibration, ProbeRun, fit_server
 from optkit.tune.settings import Setting
@@ -42,7 +43,7 @@ TAIL = 10.0  # seconds that a run may take longer than its arrivals, at least
 WARM_UPS = 2
 PROBES = ((1, 128, 8, 8), (1, 512, 8, 5), (8, 128, 16, 24))  # (clients, prompt, output, requests) over HTTP
 # (prompt, output, requests) at random times, at half of the throughput of the last of PROBES
-OPEN_PROBE = (128, 16, 24)
+OPEN_PROBE = (128, 16, 16)
 
 Run = Callable[[Setting, RequestSchedule, float], list[RequestRecord]]
 
@@ -204,8 +205,9 @@ class Machine:
             runs.append(probe(WorkloadConfig(count, length, output, None, rate, 900_000 + len(PROBES))))
         steps += steps_in_a_process(directory, {}, CALIBRATION_SECONDS)
         limits = self.scheduler_config(plain)
-        costs, added = fit_server(limits, fit(steps), runs)
-        return Calibration(costs, added, time.monotonic() - start).to_dict()
+        fitted = fit(steps)
+        costs, added = fit_server(limits, fitted, runs)
+        return Calibration(costs, added, time.monotonic() - start, recorded(fitted, steps)).to_dict()
 
     def scheduler_config(self, setting: Setting) -> SchedulerConfig:
         from optkit.runtime import factory

@@ -182,8 +182,15 @@ class Search:
         config = self.lab.scheduler_config(setting)
         load, prompts = self.shape.load, requests.requests
         if load.rate is None:
-            return simulate(config, known.costs, prompts, clients=load.clients, overheads=known.overheads)
-        return simulate_rate(config, known.costs, prompts, load.rate, known.overheads)
+            return simulate(
+                config,
+                known.costs,
+                prompts,
+                clients=load.clients,
+                overheads=known.overheads,
+                pace=known.pace,
+            )
+        return simulate_rate(config, known.costs, prompts, load.rate, known.overheads, known.pace)
 
     def _simulate(self) -> None:
         """Simulate the settings of each candidate, settings with few changes first, as long as there is time."""

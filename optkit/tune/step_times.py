@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from optkit.runtime.engine import Engine
     from optkit.runtime.scheduling.config import SchedulerConfig
 
-STEP_SECONDS = 4.0  # of measured steps, each time; loading comes on top
+STEP_SECONDS = 3.0  # of measured steps, each time; loading comes on top
 CHUNKS = ((16, 0), (64, 0), (64, 1024), (128, 0), (256, 0), (256, 768), (512, 0), (512, 512), (1024, 0))
 DECODES = tuple((count, context) for count in (1, 2, 4, 8, 16) for context in (64, 1024))
 MIXED = ((256, 4), (128, 8), (512, 2))  # (tokens of a chunk, decodes)
@@ -66,14 +66,13 @@ def _fits(items: Sequence[Item], config: SchedulerConfig) -> bool:
 
 
 def measure_steps(engine: Engine, seconds: float = STEP_SECONDS) -> list[tuple[StepShape, float]]:
-    """(shape, seconds) of steps on ``engine``, at most ``MOST_ROUNDS`` times each, for about ``seconds``.
+    """(shape, seconds) of each step on ``engine``, one after the other, for about ``seconds``.
 
-    The memory of the KV pool is touched before, and the smallest and the largest step run once unmeasured: the first
-    use of memory takes longer than a step. The result has the mean of each shape: slow steps, too, keep requests
-    waiting.
+    At most ``MOST_ROUNDS`` of a shape. The memory of the KV pool is touched before, and the smallest and the largest
+    step run once unmeasured: the first use of memory takes longer than a step.
     """
-    times: dict[int, list[float]] = {}
-    made: dict[int, StepShape] = {}
+    found: list[tuple[StepShape, float]] = []
+    last: dict[int, float] = {}  # seconds, by place in the plans
     plans = shapes(engine.config)
     for block in range(engine.config.num_blocks):
         engine.runner.write_block(block, engine.runner.read_block(block))
@@ -82,14 +81,12 @@ def measure_steps(engine: Engine, seconds: float = STEP_SECONDS) -> list[tuple[S
     end = time.perf_counter() + seconds
     for _ in range(MOST_ROUNDS):
         for number, items in enumerate(plans):
-            left, known = end - time.perf_counter(), times.setdefault(number, [])
-            if left <= 0 and len(made) >= LEAST_SHAPES:
+            left = end - time.perf_counter()
+            if (left <= 0 and len(last) >= LEAST_SHAPES) or last.get(number, 0.0) > max(left, 0.0):
                 continue
-            if known and known[-1] > left:
-                continue
-            made[number], took = measure_step(engine, items)
-            known.append(took)
-    return [(shape, float(np.mean(times[number]))) for number, shape in made.items()]
+            found.append(measure_step(engine, items))
+            last[number] = found[-1][1]
+    return found
 
 
 def measure_step(engine: Engine, items: Sequence[Item]) -> tuple[StepShape, float]:

@@ -15,6 +15,7 @@ def row(load: float, ratio: float) -> dict[str, object]:
         {
             "load": load,
             "simulated": dict.fromkeys(NUMBERS, ratio * value),
+            "steady": dict.fromkeys(NUMBERS, value),
             "measured": dict.fromkeys(NUMBERS, value),
         }
         for value in (1.0, 2.0, 4.0)
@@ -23,7 +24,7 @@ def row(load: float, ratio: float) -> dict[str, object]:
 
 
 def test_a_ratio_is_the_geometric_mean_over_rounds_with_an_interval() -> None:
-    sides = {"simulated": [1.0, 2.0, 4.0], "measured": [2.0, 2.0, 2.0]}
+    sides = {"simulated": [1.0, 2.0, 4.0], "steady": [2.0, 2.0, 2.0], "measured": [2.0, 2.0, 2.0]}
     rounds = [
         {"load": 0.5 + 0.1 * i} | {side: dict.fromkeys(NUMBERS, values[i]) for side, values in sides.items()}
         for i in range(3)

@@ -76,3 +76,9 @@ def test_nothing_measured_is_an_error() -> None:
         fit([])
     with pytest.raises(ValueError, match="positive times"):
         fit([(StepShape(1), 0.0)])
+
+
+def test_several_times_of_a_shape_count_as_their_mean() -> None:
+    truth = StepCosts((1e-3, 1e-4, 1e-4, 1e-4, 1e-7, 1e-7))
+    noisy = [(shape, truth.seconds(shape) * factor) for shape in SHAPES for factor in (0.8, 0.8, 1.4)]
+    assert fit(noisy).coefficients == pytest.approx(truth.coefficients, rel=1e-5)

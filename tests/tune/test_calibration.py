@@ -10,6 +10,7 @@ import pytest
 
 from optkit.bench.workload import BenchRequest
 from optkit.runtime.scheduling.config import SchedulerConfig
+from optkit.simulation.pace import STEADY, Pace
 from optkit.simulation.simulator import Overheads, simulate
 from optkit.simulation.step_costs import StepCosts
 from optkit.tune.calibration import (
@@ -58,8 +59,11 @@ def test_overheads_are_found_again(truth: Overheads) -> None:
 
 
 def test_a_calibration_is_json() -> None:
-    known = Calibration(COSTS, Overheads(0.1), 12.0)
+    known = Calibration(COSTS, Overheads(0.1), 12.0, Pace((1.0, 2.0), (0.9, 1.1)))
     assert Calibration.from_dict(json.loads(json.dumps(known.to_dict()))) == known
+    data = known.to_dict()
+    del data["pace"]  # of a journal from before
+    assert Calibration.from_dict(data).pace == STEADY
 
 
 @pytest.mark.parametrize("speed", [1.25, 0.78])
