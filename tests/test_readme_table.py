@@ -49,6 +49,15 @@ def saved(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+@pytest.mark.parametrize(("rounds", "shown"), [(1, False), (7, False), (8, True)])
+def test_a_p95_of_fewer_than_59_requests_is_left_out(rounds: int, shown: bool) -> None:
+    latency = {"optkit": spread(150.0), "baseline": spread(600.0), "ratio": {"baseline": spread(0.25)}}
+    comparison = {"latency_ms.ttft.p50": latency, "latency_ms.ttft.p95": latency}
+    turns = [{"round": round_} for round_ in range(rounds)]
+    table = script().block("r", saved(comparison=comparison, turns=turns))
+    assert "TTFT p50, ms" in table and ("TTFT p95, ms" in table) == shown
+
+
 def test_the_committed_readme_is_up_to_date() -> None:
     assert script().main(["--check"]) == 0
 
