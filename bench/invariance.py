@@ -9,10 +9,10 @@ any difference. The claim is exact equality, so a single run proves or refutes t
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
+from bench.figures import command_line
 from optkit.artifact.open import Artifact
 from optkit.runtime.factory import open_engine
 from optkit.runtime.types import SamplingParams
@@ -23,9 +23,7 @@ BATCHES = ((4, 2048), (16, 2048), (1, 37), (4, 128), (16, 37))  # sequences at o
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line("bench.invariance", __doc__)
     parser.add_argument("artifact")
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--output-len", type=int, default=16)

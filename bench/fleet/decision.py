@@ -11,7 +11,6 @@ a block.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import logging
 import os
@@ -24,6 +23,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
+from bench.figures import command_line
 from optkit.fleet.index import Index
 from optkit.fleet.placement import Placement
 from optkit.fleet.replica import BlockChanges, Mark, ReplicaReport
@@ -123,9 +123,7 @@ def bytes_a_block(num_blocks: int) -> float:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.fleet decision", description=__doc__.splitlines()[0]
-    )
+    parser = command_line("bench.fleet decision", __doc__)
     parser.add_argument("--replicas", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=2048, help="of a prompt")
     parser.add_argument("--blocks", type=int, default=20_000, help="of each replica's cache")

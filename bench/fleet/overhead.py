@@ -30,6 +30,7 @@ import httpx
 import msgspec
 import psutil
 
+from bench.figures import command_line
 from optkit.fleet.mock import MOCK_FACTORY, MockModel
 from optkit.runtime.process.client import EngineClient
 from optkit.runtime.types import EngineRequest, SamplingParams
@@ -273,9 +274,7 @@ async def all_ready(client: httpx.AsyncClient, count: int) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line("bench.fleet overhead", __doc__)
     parser.add_argument("what", choices=["client", "streams"])
     parser.add_argument("--artifact", default="artifact")
     parser.add_argument("--requests", type=int, default=20, help="of each server, or of each client")

@@ -14,7 +14,6 @@ shortest queue's, without prefixes at most ``NO_REUSE``.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import time
@@ -24,6 +23,7 @@ from itertools import count
 
 import numpy as np
 
+from bench.figures import command_line
 from optkit.bench.traces import TraceRow, block_len, read_trace
 from optkit.bench.workload import BenchRequest
 from optkit.fleet.replica import replica_report
@@ -200,9 +200,7 @@ def rules_of(secret: bytes) -> dict[str, Rule]:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.fleet routing", description=__doc__.splitlines()[0]
-    )
+    parser = command_line("bench.fleet routing", __doc__)
     parser.add_argument("--trace", required=True, help="a file of Mooncake (JSON lines) or Azure (CSV)")
     parser.add_argument("--num-prompts", type=int, help="the first requests of the trace; default: all")
     parser.add_argument("--replicas", type=int, default=4)

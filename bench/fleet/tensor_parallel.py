@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from bench.figures import command_line
 from optkit.artifact.open import Artifact
 from optkit.kernels.cpu import native
 from optkit.kernels.cpu.shared_memory import SharedRank, SharedRegion
@@ -146,7 +147,7 @@ def rounds_of(own: SharedRank, count: int) -> dict[str, float]:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.fleet tensor_parallel", description=__doc__)
+    parser = command_line("bench.fleet tensor_parallel", __doc__)
     parser.add_argument("--float", dest="float_artifact", help="artifact of the recipe baseline")
     parser.add_argument("--int8", dest="int8_artifact", help="artifact of the recipe ttft-cpu")
     parser.add_argument(

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.figures import command_line
 from optkit.artifact.open import Artifact
 from optkit.bench.environment import environment
 from optkit.bench.workload import text_ids
@@ -36,9 +37,7 @@ names = itertools.count()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line("bench.serve.engine", __doc__)
     parser.add_argument("artifact")
     parser.add_argument("what", choices=sorted(BENCHES))
     parser.add_argument("--requests", type=int, default=150, help="of a run under load")

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from bench.figures import command_line
 from bench.quantization import FUSIONS, KEPT_BYTES, WHERE, optimized, quality
 from optkit.bench.environment import environment
 from optkit.calibration.samples import calibration_windows
@@ -27,11 +28,9 @@ from optkit.text.load import load_tokenizer
 Row = dict[str, Any]
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
+def parser(figure: str, description: str | None) -> argparse.ArgumentParser:
     """The options of every figure."""
-    made = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = command_line(f"bench.smaller {figure}", description)
     made.add_argument("model")
     made.add_argument("--tokens", type=int, default=8192, help="of held-out text")
     made.add_argument("--threads", type=int, default=2)

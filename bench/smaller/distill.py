@@ -16,7 +16,7 @@ LEAST = {"top-1 gained": 0.0}
 
 
 def main(arguments: list[str]) -> int:
-    parser = tries.parser(__doc__)
+    parser = tries.parser("distill", __doc__)
     parser.add_argument("--ffn", type=float, default=0.1, help="share of channels to remove")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--rate", type=float, help="learning rate; by default the pass's own")

@@ -11,7 +11,7 @@ from bench.smaller import _tries as tries
 
 
 def main(arguments: list[str]) -> int:
-    parser = tries.parser(__doc__)
+    parser = tries.parser("layers", __doc__)
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 2], help="layers to remove")
     given = parser.parse_args(arguments)
     wanted: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ MOST = {"seconds of the refit": 60.0, "KL with refit over KL without": 0.6}
 
 
 def main(arguments: list[str]) -> int:
-    parser = tries.parser(__doc__)
+    parser = tries.parser("refit", __doc__)
     parser.add_argument("--ffn", type=float, default=0.1, help="share of channels to remove")
     parser.add_argument("--damping", type=float, help="of the refit; by default the pass's own")
     parser.add_argument("--samples", type=int, default=16, help="windows of 512 tokens of calibration text")

@@ -11,7 +11,7 @@ METHODS = ("magnitude", "wanda", "sparsegpt")
 
 
 def main(arguments: list[str]) -> int:
-    parser = tries.parser(__doc__)
+    parser = tries.parser("sparsity", __doc__)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--samples", type=int, default=32, help="windows of 512 tokens of calibration text")
     parser.add_argument("--ignore", nargs="*", default=[], help="layers that stay dense")

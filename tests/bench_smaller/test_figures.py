@@ -35,7 +35,7 @@ def test_every_figure_is_found() -> None:
 def test_a_figure_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_tries, "get_target", lambda name: TARGET)
     model = save_model(tmp_path / "model")
-    given = _tries.parser(None).parse_args(
+    given = _tries.parser("refit", None).parse_args(
         [str(model), "--tokens", "256", "--threads", "1", "--save-result", str(tmp_path / "result.json")]
     )
     calibration = {"samples": 2, "length": 32}
