@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from optkit.bench.statistics import samples_needed
+from optkit.bench.statistics import shows_percentile
 
 ROOT = Path(__file__).resolve().parents[1]
 MEASURED, PEERS = "measured", "peers"  # the sections' markers
@@ -100,23 +100,19 @@ def block(stem: str, data: dict[str, Any]) -> str:
     lines += ["| | " + " | ".join(sides) + " |", "|---" * (len(sides) + 1) + "|"]
     for label, key in ROWS.items():
         values = data["comparison"].get(key)
-        if values and requests_of(data) >= needed(key):
+        if values and all(shows(data, key, side) for side in sides):
             lines.append(f"| {label} | " + " | ".join(cell(values, side) for side in sides) + " |")
     if data["problems"]:
         lines += ["", f"Warnings of this run: {len(data['problems'])}; the file lists them."]
     return "\n".join(lines)
 
 
-def requests_of(data: dict[str, Any]) -> int:
-    """The requests of a side, over all rounds."""
-    rounds = {turn["round"] for turn in data.get("turns", [])}
-    return int(data["workload"]["num_prompts"]) * max(len(rounds), 1)
-
-
-def needed(key: str) -> int:
-    """The fewest requests for a number: the p95 of fewer than 59 is only the slowest of them."""
+def shows(data: dict[str, Any], key: str, side: str) -> bool:
+    """Return False for a percentile of too few answered requests of ``side``, over all rounds."""
     percentile = re.search(r"\.p(\d+)$", key)
-    return samples_needed(float(percentile[1])) if percentile else 1
+    records = (record for turn in data["turns"] if turn["side"] == side for record in turn["records"])
+    answered = sum(record["error"] is None for record in records)
+    return percentile is None or shows_percentile(answered, float(percentile[1]))
 
 
 def workload_line(workload: dict[str, Any]) -> str:

@@ -45,15 +45,20 @@ def saved(**changes: Any) -> dict[str, Any]:
             "latency_ms.tpot.p50": {"optkit": None, "baseline": None, "ratio": {"baseline": None}},
         },
         "sides": {"optkit": {}, "baseline": {}},
+        "turns": [],
         "problems": [],
     } | changes
 
 
-@pytest.mark.parametrize(("rounds", "shown"), [(1, False), (7, False), (8, True)])
-def test_a_p95_of_fewer_than_59_requests_is_left_out(rounds: int, shown: bool) -> None:
+@pytest.mark.parametrize(
+    ("rounds", "failed", "shown"), [(1, 0, False), (7, 0, False), (8, 0, True), (8, 6, False)]
+)
+def test_a_p95_of_fewer_than_59_answered_requests_is_left_out(rounds: int, failed: int, shown: bool) -> None:
     latency = {"optkit": spread(150.0), "baseline": spread(600.0), "ratio": {"baseline": spread(0.25)}}
     comparison = {"latency_ms.ttft.p50": latency, "latency_ms.ttft.p95": latency}
-    turns = [{"round": round_} for round_ in range(rounds)]
+    answered = [{"error": None}] * 8
+    turns = [{"side": side, "records": answered} for side in ("optkit", "baseline") for _ in range(rounds)]
+    turns[0] = turns[0] | {"records": [{"error": "it failed"}] * failed + answered[failed:]}
     table = script().block("r", saved(comparison=comparison, turns=turns))
     assert "TTFT p50, ms" in table and ("TTFT p95, ms" in table) == shown
 

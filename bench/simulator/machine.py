@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from optkit.bench import workload
+from optkit.bench.records import RequestRecord
 from optkit.bench.workload import RequestSchedule, WorkloadConfig
 from optkit.errors import UserError
 from optkit.text.load import load_tokenizer
-from optkit.tune.lab import Machine, Run, Shape
+from optkit.tune.lab import Machine, Run, Shape, refuse_failures
 from optkit.tune.settings import Setting
 
 LIMIT = 300.0  # seconds of a run
@@ -38,15 +39,22 @@ class OneArtifact(Machine):
 
     @contextmanager
     def serving_all(self, *settings: Setting) -> Iterator[Run]:
-        """A server for each of ``settings``.
+        """A server for each of ``settings``; a run with failed requests is refused.
 
         Raises:
-            UserError: a server does not start.
+            UserError: a server does not start, or a request fails.
         """
+
+        def answered(setting: Setting, schedule: RequestSchedule, limit: float) -> list[RequestRecord]:
+            records = run(setting, schedule, limit)
+            refuse_failures(records, setting.key)
+            return records
+
         with self.serving(settings) as (run, failed):
             if failed:
-                raise UserError("; ".join(failed.values()), where=str(self._artifact))
-            yield run
+                fix = "measure fewer settings (--rank)" if len(settings) > 1 else None
+                raise UserError("; ".join(failed.values()), where=str(self._artifact), fix=fix)
+            yield answered
 
 
 def at_rate(machine: OneArtifact, rate: float, count: int, seed: int) -> RequestSchedule:

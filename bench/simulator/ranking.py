@@ -29,7 +29,7 @@ def rank(
     """Simulated and measured costs of ``settings`` settings out of the grid, and the rounds whose top three agree.
 
     Raises:
-        UserError: a server does not start.
+        UserError: a server does not start, or a request fails.
     """
     rate = machine.shape.load.rate
     assert rate is not None
@@ -76,11 +76,11 @@ def geometric_mean(costs: Sequence[float]) -> float:
 
 
 def spread(costs: Mapping[Setting, float], count: int) -> list[Setting]:
-    """``count`` of the settings, in the order of their costs and evenly over the logarithm as far as they go.
+    """``count`` of the settings in the order of their costs, evenly over the logarithm; none with an infinite cost.
 
-    Most settings of a grid cost the same. Among those a ranking shows nothing.
+    Most settings of a grid cost the same, and a ranking of equal ones shows nothing.
     """
-    left = sorted(costs, key=lambda setting: costs[setting])
+    left = sorted((one for one in costs if np.isfinite(costs[one])), key=lambda setting: costs[setting])
     logs = np.log([costs[setting] for setting in left])
     found = []
     for wanted in np.linspace(logs[0], logs[-1], min(count, len(left))):
@@ -112,6 +112,6 @@ def is_right(measured: Sequence[float], sigma: float = 0.0) -> bool:
 
 def missed_ranking(found: Mapping[str, Any]) -> list[str]:
     """Too few rankings are right, or the noise is too large to tell."""
-    if found["noise"] > MOST_NOISE:
+    if not found["noise"] <= MOST_NOISE:
         return [f"ranking: not shown, the noise of a cost is {found['noise']:.0%}"]
     return [] if np.mean(found["right"]) >= RIGHT else ["ranking"]

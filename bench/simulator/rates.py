@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -27,40 +27,34 @@ SETTING = Setting("artifact")
 
 def compare(
     machine: OneArtifact, known: Calibration, shares: Sequence[float], count: int, seed: int, rounds: int
-) -> list[dict[str, Any]]:
-    """A row for each of ``shares``: the rate, and for each number the values of all rounds with the ratio.
+) -> Iterator[list[dict[str, Any]]]:
+    """After each round a row for each of ``shares``: the rate, and the numbers of all rounds with their ratios.
 
     The server answers other prompts each time, so none is in the prefix cache.
 
     Raises:
-        UserError: the server does not start.
+        UserError: the server does not start, or a request fails.
     """
     config = machine.scheduler_config(SETTING)
     probe = at_rate(machine, 1.0, 48, seed)
-    most = capacity(config, known.costs, probe.requests, known.overheads)
-    rows = [{"share": share, "rate": share * most, "requests": count, "rounds": []} for share in shares]
+    most = capacity(config, known.costs, probe.requests, known.overheads, known.pace)
+    rows = [(share, share * most, list[dict[str, Any]]()) for share in shares]
     with machine.serving_all(SETTING) as run:
         for round_ in range(rounds):
-            for place, row in enumerate(rows):
-                schedule = at_rate(machine, row["rate"], count, seed + round_ * len(rows) + place)
+            for place, (share, rate, done) in enumerate(rows):
+                schedule = at_rate(machine, rate, count, seed + round_ * len(rows) + place)
                 simulated, steady = (
-                    simulate_rate(config, known.costs, schedule.requests, row["rate"], known.overheads, pace)
+                    simulate_rate(config, known.costs, schedule.requests, rate, known.overheads, pace)
                     for pace in (known.pace, STEADY)
                 )
                 measured = numbers(run(SETTING, schedule, LIMIT))
-                row["rounds"].append(
-                    {
-                        "load": simulated.load,
-                        "simulated": numbers(simulated.records),
-                        "steady": numbers(steady.records),
-                        "measured": measured,
-                    }
-                )
-                print(
-                    f"round {round_ + 1} of {rounds}, {row['share']:.0%} of the capacity: {measured}",
-                    flush=True,
-                )
-    return [row | ratios(row["rounds"]) for row in rows]
+                sides = {"simulated": numbers(simulated.records), "steady": numbers(steady.records)}
+                done.append({"load": simulated.load, **sides, "measured": measured})
+                print(f"round {round_ + 1} of {rounds}, {share:.0%} of the capacity: {done[-1]}", flush=True)
+            yield [
+                {"share": share, "rate": rate, "requests": count, "rounds": done} | ratios(done)
+                for share, rate, done in rows
+            ]
 
 
 def numbers(records: Sequence[RequestRecord]) -> dict[str, float]:

@@ -120,6 +120,7 @@ def tune(
     from optkit.bench.environment import busy
     from optkit.bench.slo import Load, parse_slo
     from optkit.recipe.load import load_recipe
+    from optkit.tune.calibration import METHOD
     from optkit.tune.goal import check_goal
     from optkit.tune.journal import NAME, Journal
     from optkit.tune.lab import Machine, Shape
@@ -151,6 +152,7 @@ def tune(
         "recipes": {name: lab.recipe(name).to_yaml() for name in sources},
         "seed": seed,
         "optkit": VERSION,
+        "calibration": METHOD,
     }
     journal = Journal(directory / NAME, task, fresh=force)
     try:

@@ -19,7 +19,7 @@ from optkit.bench import assertions, comparison
 from optkit.bench.environment import busy
 from optkit.bench.metrics import DEFINITIONS, PERCENTILES, LatencyBounds, slo_misses, summarize
 from optkit.bench.records import RequestRecord
-from optkit.bench.statistics import misses_allowed
+from optkit.bench.statistics import shows_percentile
 from optkit.bench.validity import TurnConditions, Validity, validity
 from optkit.bench.workload import WorkloadConfig
 from optkit.machine.paths import save_text
@@ -106,7 +106,7 @@ class BenchResult:
         if key[0] != "latency_ms" or not key[-1].startswith("p"):
             return True
         q = float(key[-1][1:])
-        return q <= 50 or misses_allowed(self.finished(side), q) is not None
+        return shows_percentile(self.finished(side), q)
 
     def statistic(self, side: str, path: Sequence[str]) -> dict[str, float] | None:
         """Median and quartiles over rounds of a number of the summaries, e.g. ("latency_ms", "ttft", "p50")."""

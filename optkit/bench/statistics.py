@@ -162,6 +162,14 @@ def misses_allowed(count: int, q: float, confidence: float = CONFIDENCE) -> int 
     return most if most >= 0 else None
 
 
+def shows_percentile(count: int, q: float) -> bool:
+    """True if ``count`` answered requests show the ``q``-th percentile; up to the median any number does.
+
+    The slowest of fewer requests than ``samples_needed`` may lie below the true percentile.
+    """
+    return q <= 50 or misses_allowed(count, q) is not None
+
+
 def is_shown(count: int, misses: int, q: float, confidence: float = CONFIDENCE) -> bool:
     """True if ``misses`` of ``count`` requests above a bound show the ``q``-th percentile to be below the bound."""
     allowed = misses_allowed(count, q, confidence) if count else None

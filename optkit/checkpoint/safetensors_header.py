@@ -60,10 +60,16 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             size = stream.seek(0, 2)
             header, data_bytes = _read_json(stream, size, file)
     except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", where=str(file), fix=FIX) from error
+        raise UserError(
+            f"cannot be read: {error.strerror}", where=str(file), fix="give a file that can be read"
+        ) from error
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
     if len(entries) > MAX_TENSORS:
-        raise UserError(f"{len(entries)} tensors; at most {MAX_TENSORS} are read", where=str(file), fix=FIX)
+        raise UserError(
+            f"{len(entries)} tensors; at most {MAX_TENSORS} are read",
+            where=str(file),
+            fix="merge small tensors",
+        )
     spans = [_check_entry(name, entry, file) for name, entry in entries.items()]
     _check_cover(sorted(spans), data_bytes, file)
     return {name: TensorInfo(file, entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items()}
@@ -91,7 +97,7 @@ def _check_entry(name: str, entry: Any, file: Path) -> tuple[int, int, str]:
         raise UserError("needs exactly dtype, shape and data_offsets", where=where, fix=FIX)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise UserError(f"unknown dtype {dtype!r:.40}", where=where, fix=FIX)
+        raise UserError(f"unknown dtype {dtype!r:.40}", where=where, fix=f"known: {', '.join(DTYPE_BITS)}")
     if not _naturals(shape) or len(shape) > MAX_DIMENSIONS:
         raise UserError(f"bad shape {shape!r:.80}", where=where, fix=FIX)
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:

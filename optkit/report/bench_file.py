@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -157,6 +157,7 @@ class SweepFile(PartSchema):
     environment: dict[str, Any] = Field(default_factory=dict)
     doubts: list[str] = Field(default_factory=list)
     problems: list[str] = Field(default_factory=list)
+    skipped: dict[str, str] = Field(default_factory=dict)
 
 
 class WorkloadsFile(PartSchema):
@@ -165,6 +166,7 @@ class WorkloadsFile(PartSchema):
     workloads: dict[str, dict[str, Any]]
     environment: dict[str, Any] = Field(default_factory=dict)
     problems: list[str] = Field(default_factory=list)
+    skipped: dict[str, str] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -210,20 +212,31 @@ def read_benches(path: Path) -> list[Bench]:
         one = bench_of(f"{path.stem}, {point.name}", point.result | shared, where)
         held = [] if point.held is None else ["held" if point.held else f"missed: {', '.join(point.reasons)}"]
         found.append(replace(one, claims=[*one.claims, *held], sweep=path.stem))
+    return with_problems(found, [*file.doubts, *file.problems, *left_out(file.skipped)])
+
+
+def left_out(skipped: Mapping[str, str]) -> list[str]:
+    """A line for each engine that was not measured, with the reason."""
+    return [f"{name} was not measured: {reason}" for name, reason in skipped.items()]
+
+
+def with_problems(found: Sequence[Bench], problems: Sequence[str]) -> list[Bench]:
+    """``found`` with the problems of the whole file at the first result, without those of a result by itself."""
     told = {line for one in found for line in one.problems}
-    whole = [line for line in dict.fromkeys([*file.doubts, *file.problems]) if line not in told]
+    whole = [line for line in dict.fromkeys(problems) if line not in told]
     return [replace(found[0], problems=[*whole, *found[0].problems]), *found[1:]]
 
 
 def of_workloads(stem: str, data: dict[str, Any], where: str) -> Iterator[Bench]:
     """The results of several workloads with one environment, as of ``bench.peers``; sides in the order of turns."""
     file = check(WorkloadsFile, data, where, WRONG, FIX)
+    problems = [*file.problems, *left_out(file.skipped)]
     for name, result in file.workloads.items():
         turns = result.get("turns")
         if not isinstance(turns, list):
             raise UserError(f"{WRONG}: workload {name} has no turns", where=where, fix=FIX)
         sides = dict.fromkeys(str(turn.get("side")) for turn in turns if isinstance(turn, dict))
-        shared = {"sides": sides, "environment": file.environment, "problems": file.problems}
+        shared = {"sides": sides, "environment": file.environment, "problems": problems}
         yield bench_of(f"{stem}, {name}", result | shared, where)
 
 

@@ -1,7 +1,7 @@
-"""The speed of a machine over time: some machines are slower than the mean for a second, and requests wait meanwhile.
+"""The pace of a machine over time: some are slower for a second now and then, and requests wait meanwhile.
 
-A virtual core may share a physical core with another for a while. Steps of a prompt then take 1.6 times as long. The
-mean of the step times has that in it, but the 95th percentile of TTFT needs the slow seconds themselves.
+A virtual core may share a physical core with another for a while: a step of a prompt then takes 1.6 times as long.
+Median times of steps leave such seconds out, and the 95th percentile of TTFT depends on them.
 """
 
 from __future__ import annotations
@@ -10,46 +10,61 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from optkit.simulation.step_costs import StepCosts, StepShape
+import numpy as np
 
-WINDOW = 0.1  # seconds of steps with one speed
+from optkit.simulation.step_costs import MeasuredStep
+
+WINDOW = 0.1  # seconds with one speed
+BREAK = 1.0  # seconds without a step that are no part of the record
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Times of steps over their mean, replayed from the start at the end of the record.
+    """Times of steps over their median, by time; repeated after the end.
 
     Attributes:
         ends: seconds from the start to the end of each window, ascending.
-        slowness: time over the mean time in each window.
+        slowness: time over median time in each window.
     """
 
     ends: tuple[float, ...] = (1.0,)
     slowness: tuple[float, ...] = (1.0,)
 
-    def at(self, now: float) -> float:
-        """The time of a step at ``now``, in seconds, over its mean time."""
-        return self.slowness[min(bisect_right(self.ends, now % self.ends[-1]), len(self.ends) - 1)]
+    @property
+    def mean(self) -> float:
+        """Time over median time of much work."""
+        lengths = np.diff((0.0, *self.ends))
+        return float(lengths.sum() / (lengths / np.array(self.slowness)).sum())
+
+    def end(self, start: float, seconds: float) -> float:
+        """The end of a step of median time ``seconds`` that begins at ``start``, in seconds."""
+        position = start % self.ends[-1]
+        place = min(bisect_right(self.ends, position), len(self.ends) - 1)
+        now, length = start, self.ends[place] - position
+        while seconds * self.slowness[place] > length:
+            now, seconds = now + length, seconds - length / self.slowness[place]
+            place = (place + 1) % len(self.ends)
+            length = self.ends[place] - (self.ends[place - 1] if place else 0.0)
+        return now + seconds * self.slowness[place]
 
 
 STEADY = Pace()
 
 
-def recorded(costs: StepCosts, steps: Sequence[tuple[StepShape, float]]) -> Pace:
-    """The pace during ``steps`` of (shape, seconds), measured one after the other, with a mean of 1."""
-    windows: list[tuple[float, float]] = []  # seconds, predicted seconds
-    measured = predicted = 0.0
-    for shape, seconds in steps:
-        measured, predicted = measured + seconds, predicted + costs.seconds(shape)
-        if measured >= WINDOW:
-            windows.append((measured, predicted))
-            measured = predicted = 0.0
-    if len(windows) < 2 or min(predicted for _, predicted in windows) <= 0:
-        return STEADY
-    mean = sum(measured for measured, _ in windows) / sum(predicted for _, predicted in windows)
-    ends, slowness, end = [], [], 0.0
-    for measured, predicted in windows:
-        end += measured
-        ends.append(end)
-        slowness.append(measured / predicted / mean)
-    return Pace(tuple(ends), tuple(slowness))
+def recorded(steps: Sequence[MeasuredStep]) -> Pace:
+    """The pace during ``steps``, which follow each other; steady for less than two windows."""
+    typical = {
+        shape: float(np.median([step.seconds for step in steps if step.shape == shape]))
+        for shape in {step.shape for step in steps}
+    }
+    ends, slowness = [0.0], list[float]()
+    begin = measured = usual = 0.0
+    for before, step in zip([None, *steps], steps, strict=False):
+        if before is None or step.start - before.end > BREAK:
+            begin, measured, usual = step.start, 0.0, 0.0
+        measured, usual = measured + step.seconds, usual + typical[step.shape]
+        if step.end - begin >= WINDOW:
+            ends.append(ends[-1] + step.end - begin)
+            slowness.append(measured / usual)
+            begin, measured, usual = step.end, 0.0, 0.0
+    return Pace(tuple(ends[1:]), tuple(slowness)) if len(slowness) > 1 else STEADY

@@ -7,8 +7,7 @@ flight and the records come from ``optkit.bench``, so the formulas of all metric
 cost model learns from the virtual times, as in a server.
 
 ``Overheads`` are the difference between a server and the engine: seconds of a request before the queue, and seconds of
-the engine's cores by tokens in and out. A ``Pace`` makes the machine slower and faster over time, as it was while the
-steps were measured.
+the engine's cores by tokens in and out. A ``Pace`` is the speed of the machine over time.
 
 Near saturation waiting times grow without bound, and errors of the costs grow with the waiting. Above ``MOST_LOAD`` of
 the capacity the result of a simulation is marked as not known (``Simulation.known``).
@@ -143,7 +142,7 @@ def simulate_rate(
 ) -> Simulation:
     """``simulate`` with arrivals at ``rate`` requests a second, and the load."""
     found = simulate(config, costs, requests, overheads=overheads, pace=pace)
-    found.load = rate / capacity(config, costs, requests, overheads)
+    found.load = rate / capacity(config, costs, requests, overheads, pace)
     return found
 
 
@@ -152,6 +151,7 @@ def capacity(
     costs: Costs,
     requests: Sequence[BenchRequest],
     overheads: Overheads | None = None,
+    pace: Pace = STEADY,
 ) -> float:
     """The served requests a second when all arrive at once; 0 where none can be served.
 
@@ -159,7 +159,7 @@ def capacity(
     simulations are marked as not known rather too early.
     """
     at_once = [replace(request, arrival=0.0) for request in requests]
-    found = simulate(config, costs, at_once, overheads=overheads)
+    found = simulate(config, costs, at_once, overheads=overheads, pace=pace)
     done = sum(record.ok for record in found.records)
     return done / found.seconds if found.seconds > 0 else 0.0
 
@@ -238,7 +238,7 @@ class _Run:
             out, rows = self.overheads, sum(item.num_logits for item in batch.items)
             prompts = sum(item.num_new for item in batch.items if item.num_new > 1)
             seconds = self.costs.step(batch.items) + out.step + out.row * rows + out.prompt_token * prompts
-            self.now += self.pace.at(before) * seconds
+            self.now = self.pace.end(before, seconds)
             self.found.busy += self.now - before
         results = [(TOKEN,) if item.needs_logits else None for item in batch.items]
         outputs = self.scheduler.update(batch, results)

@@ -43,6 +43,19 @@ class StepShape:
         return (1.0, few, self.tokens - few, self.rows, self.prefill_pairs, self.decode_context)
 
 
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A step and its time; ``start`` is on a clock that all processes share, in seconds."""
+
+    shape: StepShape
+    seconds: float
+    start: float
+
+    @property
+    def end(self) -> float:
+        return self.start + self.seconds
+
+
 def step_shape(items: Iterable[ScheduledRequest]) -> StepShape:
     """The shape of a step with ``items``. An item with a draft counts as a decode."""
     tokens, rows, pairs, context = 0, 0, 0.0, 0
@@ -91,7 +104,7 @@ class StepCosts:
 
 
 def fit(samples: Sequence[tuple[StepShape, float]]) -> StepCosts:
-    """The best fit to the mean times of the shapes in ``samples`` of (shape, seconds).
+    """The best fit to the median times of the shapes in ``samples`` of (shape, seconds).
 
     Raises:
         ValueError: no samples, or a time of 0 or less.
@@ -101,7 +114,7 @@ def fit(samples: Sequence[tuple[StepShape, float]]) -> StepCosts:
     times: dict[StepShape, list[float]] = {}
     for shape, took in samples:
         times.setdefault(shape, []).append(took)
-    seconds = np.array([float(np.mean(of_shape)) for of_shape in times.values()])
+    seconds = np.array([float(np.median(of_shape)) for of_shape in times.values()])
     features = np.array([shape.features for shape in times]) / seconds[:, None]
     scale = np.maximum(np.abs(features).max(axis=0), 1e-300)
     columns, target = features / scale, np.ones(len(times))

@@ -32,9 +32,10 @@ SMALLEST = {
     "step": 5e-4,
     "row": 2e-4,
 }  # first tries of an overhead of 0
-SPEEDS, FINE_SPEEDS = (0.85, 0.93, 1.08, 1.18), (0.97, 0.99, 1.01, 1.03)
-# of the squared logarithm of the speed: levels are off by 7 %, the speed by 15 % between two measurements
-SPEED_PRICE = (0.07 / 0.15) ** 2
+SLOWER, FINE_SLOWER = (0.85, 0.93, 1.08, 1.18), (0.97, 0.99, 1.01, 1.03)
+# Of the squared logarithm of the slowness: a level was off by 7 % from one try to the next, the machine by 15 %.
+SLOWNESS_PRICE = (0.07 / 0.15) ** 2
+METHOD = 2  # raised with each change of what a calibration means
 GAIN = 0.01  # least relative gain of a move
 
 
@@ -116,33 +117,33 @@ def _error(
 def fit_server(config: SchedulerConfig, costs: StepCosts, runs: Probes) -> tuple[StepCosts, Overheads]:
     """The costs at the speed of the machine during ``runs``, and the difference between a server and the engine.
 
-    A pattern search: the speed and each of the four overheads in turn is scaled and the runs are simulated again, as
-    long as the numbers of ``ProbeRun.levels`` come closer to the measured values, by relative errors. The speed changes
-    little between the measured steps and the runs, so a change has a price (``SPEED_PRICE``): without it, slower steps
-    and larger overheads explain the same numbers. The start are two lines: excess time per token over clients, and
-    excess TTFT of a single client over its prompt.
+    A pattern search: the slowness of the machine and each of the four overheads in turn is scaled and the runs are
+    simulated again, as long as the numbers of ``ProbeRun.levels`` come closer to the measured values, by relative
+    errors. The machine changes little between the measured steps and the runs, so a change has a price
+    (``SLOWNESS_PRICE``): without it, faster steps and larger overheads explain the same numbers. The start are two
+    lines: excess time per token over clients, and excess TTFT of a single client over its prompt.
     """
-    speed, best, least = 1.0, _lines(config, costs, runs), math.inf
+    slowness, best, least = 1.0, _lines(config, costs, runs), math.inf
 
-    def error(speed: float, guess: Overheads) -> float:
-        price = SPEED_PRICE * math.log(speed) ** 2
-        return price + _error(config, costs.scaled(speed), guess, runs, least - price)
+    def error(slowness: float, guess: Overheads) -> float:
+        price = SLOWNESS_PRICE * math.log(slowness) ** 2
+        return price + _error(config, costs.scaled(slowness), guess, runs, least - price)
 
-    least = error(speed, best)
+    least = error(slowness, best)
     for factors in (SCALES, SCALES, FINE_SCALES, FINE_SCALES):
         before = least
-        for factor in SPEEDS if factors is SCALES else FINE_SPEEDS:
-            if (rest := error(factor * speed, best)) < least * (1 - GAIN):
-                speed, least = factor * speed, rest
+        for factor in SLOWER if factors is SCALES else FINE_SLOWER:
+            if (rest := error(factor * slowness, best)) < least * (1 - GAIN):
+                slowness, least = factor * slowness, rest
         for name, smallest in SMALLEST.items():
             base = getattr(best, name)
             for value in {0.0, smallest, *(factor * base for factor in factors)}:
                 guess = replace(best, **{name: value})
-                if (rest := error(speed, guess)) < least * (1 - GAIN):
+                if (rest := error(slowness, guess)) < least * (1 - GAIN):
                     best, least = guess, rest
         if factors is FINE_SCALES and least == before:
             break
-    return costs.scaled(speed), best
+    return costs.scaled(slowness), best
 
 
 def _lines(config: SchedulerConfig, costs: StepCosts, runs: Probes) -> Overheads:

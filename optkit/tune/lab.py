@@ -205,9 +205,8 @@ class Machine:
             runs.append(probe(WorkloadConfig(count, length, output, None, rate, 900_000 + len(PROBES))))
         steps += steps_in_a_process(directory, {}, CALIBRATION_SECONDS)
         limits = self.scheduler_config(plain)
-        fitted = fit(steps)
-        costs, added = fit_server(limits, fitted, runs)
-        return Calibration(costs, added, time.monotonic() - start, recorded(fitted, steps)).to_dict()
+        costs, added = fit_server(limits, fit([(step.shape, step.seconds) for step in steps]), runs)
+        return Calibration(costs, added, time.monotonic() - start, recorded(steps)).to_dict()
 
     def scheduler_config(self, setting: Setting) -> SchedulerConfig:
         from optkit.runtime import factory
@@ -297,15 +296,15 @@ class Machine:
 
 
 def refuse_failures(records: Sequence[RequestRecord], name: str) -> None:
-    """Refuse a calibration whose requests were not all answered: what is left is the faster part.
+    """Refuse a run whose requests were not all answered: what is left is the faster part.
 
     Raises:
         UserError: with the first error.
     """
     failed = [record.error for record in records if not record.ok]
     if failed:
-        what = f"{len(failed)} of {len(records)} requests of the calibration failed: {failed[0]}"
-        fix = f"each run has {CALIBRATION_SECONDS:g} s; try one by hand with optkit serve and optkit bench --url"
+        what = f"{len(failed)} of {len(records)} requests failed: {failed[0]}"
+        fix = "try some by hand with optkit serve and optkit bench --url"
         raise UserError(what, where=name, fix=fix)
 
 

@@ -50,7 +50,7 @@ DIFFERENT = 0.005  # relative difference of costs, from which a setting does som
 HOPELESS = 2.0  # times the best simulated cost: not raced
 LIMIT_FACTOR = 2.0  # of a run's arrivals, until unfinished requests are cut off
 START_SECONDS = 15.0  # assumed for a server
-ASSUMED_PACE = 0.5  # seconds, until the simulation knows more
+ASSUMED_REQUEST_SECONDS = 0.5  # seconds, until the simulation knows more
 SEED_RACE, SEED_SIMULATE = 1000, 3000  # apart from each other and from confirmation.SEED: fresh prompts
 
 
@@ -78,7 +78,7 @@ class Search:
         self.outcome = Outcome()
         self.calibrations: dict[str, Calibration] = {}
         self.simulated: dict[Setting, dict[str, Any]] = {}
-        self.pace = ASSUMED_PACE  # seconds between two requests of clients without pauses
+        self.request_seconds = ASSUMED_REQUEST_SECONDS  # between two requests of clients without pauses
 
     # -- time -----------------------------------------------------------------------------------------
 
@@ -94,7 +94,7 @@ class Search:
 
     def duration(self, count: int) -> float:
         """The time of a run of ``count`` requests without a backlog, in seconds."""
-        return self.shape.duration(count) or count * self.pace
+        return self.shape.duration(count) or count * self.request_seconds
 
     def longest(self, count: int) -> float:
         """Seconds after which a run of ``count`` requests is cut off."""
@@ -202,8 +202,9 @@ class Search:
             for row in found.result or []:
                 self.simulated[Setting.from_dict(row)] = row
         plain = [self.simulated[s] for s in map(Setting, self.calibrations) if s in self.simulated]
-        self.pace = max(
-            (row["seconds"] / SIMULATED_REQUESTS for row in plain if not row["reason"]), default=self.pace
+        self.request_seconds = max(
+            (row["seconds"] / SIMULATED_REQUESTS for row in plain if not row["reason"]),
+            default=self.request_seconds,
         )
 
     def _grid(self, name: str, requests: RequestSchedule, seconds: float) -> list[dict[str, Any]]:
@@ -258,7 +259,7 @@ class Search:
     def _round_requests(self, racers: int) -> int:
         """Requests of a setting in a round: about ``ROUND_SECONDS``, and few enough for all rounds."""
         low, high = ROUND_REQUESTS
-        rate = self.shape.load.rate or 1 / self.pace
+        rate = self.shape.load.rate or 1 / self.request_seconds
         seconds = max(self.left - self.confirm_seconds(), 0.0) * RACE_SHARE / (2 * LEAST_ROUNDS * racers)
         return int(min(max(min(ROUND_SECONDS, seconds) * rate, low), high))
 

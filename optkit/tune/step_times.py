@@ -24,7 +24,7 @@ import numpy as np
 
 from optkit.bench.servers import end_with_parent
 from optkit.errors import UserError
-from optkit.simulation.step_costs import StepShape, step_shape
+from optkit.simulation.step_costs import MeasuredStep, StepShape, step_shape
 
 if TYPE_CHECKING:
     from optkit.runtime.engine import Engine
@@ -65,13 +65,13 @@ def _fits(items: Sequence[Item], config: SchedulerConfig) -> bool:
     )
 
 
-def measure_steps(engine: Engine, seconds: float = STEP_SECONDS) -> list[tuple[StepShape, float]]:
-    """(shape, seconds) of each step on ``engine``, one after the other, for about ``seconds``.
+def measure_steps(engine: Engine, seconds: float = STEP_SECONDS) -> list[MeasuredStep]:
+    """Steps on ``engine``, one after the other, for about ``seconds``.
 
     At most ``MOST_ROUNDS`` of a shape. The memory of the KV pool is touched before, and the smallest and the largest
     step run once unmeasured: the first use of memory takes longer than a step.
     """
-    found: list[tuple[StepShape, float]] = []
+    found: list[MeasuredStep] = []
     last: dict[int, float] = {}  # seconds, by place in the plans
     plans = shapes(engine.config)
     for block in range(engine.config.num_blocks):
@@ -85,12 +85,12 @@ def measure_steps(engine: Engine, seconds: float = STEP_SECONDS) -> list[tuple[S
             if (left <= 0 and len(last) >= LEAST_SHAPES) or last.get(number, 0.0) > max(left, 0.0):
                 continue
             found.append(measure_step(engine, items))
-            last[number] = found[-1][1]
+            last[number] = found[-1].seconds
     return found
 
 
-def measure_step(engine: Engine, items: Sequence[Item]) -> tuple[StepShape, float]:
-    """Shape and seconds of a step with ``items``, sampling included. All blocks are free again afterwards.
+def measure_step(engine: Engine, items: Sequence[Item]) -> MeasuredStep:
+    """A step with ``items``, sampling included. All blocks are free again afterwards.
 
     Raises:
         ValueError: the KV pool has no room.
@@ -115,19 +115,17 @@ def measure_step(engine: Engine, items: Sequence[Item]) -> tuple[StepShape, floa
             request.num_computed = context
         batch = Batch(tuple(ScheduledRequest(r, new) for r, (new, _) in zip(requests, items, strict=True)))
         shape = step_shape(batch.items)
-        start = time.perf_counter()
+        start = time.monotonic()
         logits = engine.runner.execute(batch)
         sample(logits, requests)
-        return shape, time.perf_counter() - start
+        return MeasuredStep(shape, time.monotonic() - start, start)
     finally:
         for request in requests:
             kv.release(request)
 
 
-def steps_in_a_process(
-    artifact: Path, options: dict[str, Any], timeout: float
-) -> list[tuple[StepShape, float]]:
-    """(shape, seconds) of steps of ``artifact``, measured in a child process.
+def steps_in_a_process(artifact: Path, options: dict[str, Any], timeout: float) -> list[MeasuredStep]:
+    """Steps of ``artifact``, measured in a child process.
 
     Raises:
         UserError: the engine does not load, or the time is over.
@@ -149,7 +147,7 @@ def steps_in_a_process(
         text = " ".join(done.stderr.decode(errors="replace").split())[-600:]
         raise UserError(f"calibration failed: {text}", where=str(artifact))
     data = json.loads(done.stdout.decode().splitlines()[-1])
-    return [(StepShape(**shape), seconds) for shape, seconds in data]
+    return [MeasuredStep(StepShape(**shape), seconds, start) for shape, seconds, start in data]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -162,7 +160,7 @@ def main(arguments: Sequence[str]) -> None:
     options = json.loads(arguments[1]) if len(arguments) > 1 else {}
     torch.set_num_threads(options.get("threads") or cores())
     found = measure_steps(open_engine(arguments[0], **options))
-    sys.stdout.write(json.dumps([[asdict(shape), seconds] for shape, seconds in found]) + "\n")
+    sys.stdout.write(json.dumps([[asdict(step.shape), step.seconds, step.start] for step in found]) + "\n")
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def test_noise_is_what_settings_and_rounds_do_not_explain_and_widens_the_tie() -
 
 @pytest.mark.parametrize(
     ("right", "sigma", "missed"),
-    [(5, 0.05, 0), (4, 0.05, 0), (3, 0.05, 1), (5, 0.25, 1), (0, 0.0, 1)],
+    [(5, 0.05, 0), (4, 0.05, 0), (3, 0.05, 1), (5, 0.25, 1), (5, math.nan, 1), (0, 0.0, 1)],
 )
 def test_four_of_five_rankings_count_where_the_noise_is_small(right: int, sigma: float, missed: int) -> None:
     found = {"right": [True] * right + [False] * (5 - right), "noise": sigma}
@@ -54,4 +54,6 @@ def test_settings_are_spread_over_the_costs_and_not_over_their_number() -> None:
     found = [costs[setting] for setting in spread(costs, 4)]
     assert found == [1.0, 2.0, 4.0, 8.0]
     assert len(set(spread(costs, 20))) == 20
+    infinite = {Setting.of("r", {"places": 200}): math.inf}
+    assert spread(costs | infinite, 4) == spread(costs, 4)
     assert spread(costs, 99) == sorted(costs, key=lambda setting: costs[setting])

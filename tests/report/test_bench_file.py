@@ -118,13 +118,14 @@ def test_a_sweep_has_a_result_for_each_load(tmp_path: Path) -> None:
 
 
 def test_problems_of_a_whole_sweep_are_told_once(tmp_path: Path) -> None:
-    """``bench.peers --sweep`` repeats the problems of the loads beside those of the run, such as a skipped engine."""
+    """Of ``bench.peers --sweep``, with the engines that were left out."""
     file = tmp_path / "s.json"
-    data = sweep(doubts=[], problems=["openvino: not installed", "round 1: 2 requests failed"])
+    problems = ["llama.cpp used AVX-512", "round 1: 2 requests failed"]
+    data = sweep(doubts=[], problems=problems, skipped={"vllm": "not installed"})
     data["points"][1]["result"]["problems"] = ["round 1: 2 requests failed"]
     file.write_text(json.dumps(data))
     first, second = read_benches(file)
-    assert first.problems == ["openvino: not installed"]
+    assert first.problems == ["llama.cpp used AVX-512", "vllm was not measured: not installed"]
     assert second.problems == ["round 1: 2 requests failed"]
 
 

@@ -21,8 +21,6 @@ from optkit.report.bench_sections import (
 from tests.support.parsed_page import ParsedPage
 from tests.support.sample_bench import PARTS, bench_result, record
 
-TPOT = ("latency_ms", "tpot", "p50")
-
 
 def words(bench: Bench, key: str) -> str:
     (section,) = [section for section in bench_sections([bench]) if section.key == key]

@@ -10,6 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optkit.bench.slo import parse_slo
+from optkit.simulation.pace import Pace
+from optkit.simulation.simulator import Overheads
+from optkit.tune import goal
+from optkit.tune.advice import single_changes
+from optkit.tune.calibration import Calibration
 from optkit.tune.journal import Journal
 from optkit.tune.outcome import Outcome
 from optkit.tune.search import Search
@@ -175,3 +180,24 @@ def test_the_journal_has_simulated_and_measured_values_of_each_setting(tmp_path:
     assert len(rows) > 20 and {"cost", "values", "known", "load"} <= rows[0].keys()
     assert any(line["result"]["records"] for line in lines if line["key"].startswith("race round 0"))
     assert len(journal.trials) == len(lines)
+
+
+@pytest.mark.parametrize("slo", ["ttft_p95<700ms@2rps", "ttft_p95<700ms@4clients"])
+def test_simulations_and_advice_take_the_pace_of_the_calibration(tmp_path: Path, slo: str) -> None:
+    objective = parse_slo(slo)
+    assert objective.load is not None
+    lab = FakeLab({"ttft-cpu": FAST}, shape(rate=objective.load.rate, clients=objective.load.clients))
+    journal = Journal(tmp_path / "j", {}, lab.clock)
+    made = Search(lab, journal, objective, lab.shape, ("ttft-cpu",), 1800.0, 0)
+    setting, requests = Setting("ttft-cpu"), lab.requests(20, 0)
+    costs = {}
+    for slowness in (1.0, 3.0):
+        known = Calibration(FAST, Overheads(), 25.0, Pace((1.0,), (slowness,)))
+        made.calibrations = {"ttft-cpu": known}
+        simulated = goal.cost(objective, made.simulation(setting, requests).records)
+        (half,) = [
+            cost for change, cost in single_changes(made, setting, requests) if change.startswith("prompts")
+        ]
+        costs[slowness] = simulated, half
+    journal.close()
+    assert all(slow > 2.9 * fast for fast, slow in zip(costs[1.0], costs[3.0], strict=True))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from optkit.runtime.scheduling.config import SchedulerConfig
@@ -53,13 +55,14 @@ def test_shapes_fit_the_limits(limits: dict[str, int]) -> None:
 def test_steps_are_measured_through_the_runner_and_leave_no_block_behind() -> None:
     made = engine()
     used = made.stats().kv_blocks_used
-    shape, seconds = measure_step(made, [(5, 16), (1, 40), (1, 30)])
-    assert shape == StepShape(7, 3, 5 * 18.5, 70) and 0 < seconds < 5
+    step = measure_step(made, [(5, 16), (1, 40), (1, 30)])
+    assert step.shape == StepShape(7, 3, 5 * 18.5, 70) and 0 < step.seconds < 5
     found = measure_steps(made, 0.3)
-    assert len({shape for shape, _ in found}) == len(shapes(made.config))
-    assert all(seconds > 0 for _, seconds in found)
+    assert len({one.shape for one in found}) == len(shapes(made.config))
+    assert all(one.seconds > 0 for one in found)
+    assert all(before.end <= after.start for before, after in itertools.pairwise(found))
     assert made.stats().kv_blocks_used == used and not made.has_work
-    assert fit(found).seconds(StepShape(64, 1, 2048.0, 0)) > 0
+    assert fit([(one.shape, one.seconds) for one in found]).seconds(StepShape(64, 1, 2048.0, 0)) > 0
     with pytest.raises(ValueError, match="no room"):
         measure_step(made, [(60, 60)] * 20)
     assert made.stats().kv_blocks_used == used

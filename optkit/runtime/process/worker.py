@@ -305,7 +305,10 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def leave_signals_to_parent() -> None:
-    """Ignore SIGINT and SIGTERM, which a terminal or a service manager sends to each process of a server."""
+    """Ignore SIGINT and SIGTERM, which a terminal or a service manager sends to each process of a server.
+
+    Child processes inherit that, so they end by other means.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 

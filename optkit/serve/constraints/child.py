@@ -39,11 +39,11 @@ T = TypeVar("T")
 
 
 def main() -> int:
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to every process of a server; the server decides
+        signal.signal(number, signal.SIG_IGN)
     need_extra("structured", FEATURE)
     from optkit.runtime.structured import grammar
 
-    for number in (signal.SIGINT, signal.SIGTERM):  # both reach every process of a server, which decides
-        signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     first = read(source, Tokens)
