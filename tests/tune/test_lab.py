@@ -88,6 +88,10 @@ def steps_at(pace: Pace, seconds: float, start: float) -> list[MeasuredStep]:
     return found
 
 
+def mean_ttft(records: Sequence[RequestRecord]) -> float:
+    return float(np.mean([r.first_token - r.send for r in records if r.first_token is not None]))
+
+
 @pytest.mark.parametrize("pace", [STEADY, Pace((1.3, 1.7), (1.0, 1.6))])
 def test_a_calibration_predicts_latencies_of_a_machine_with_slow_seconds(
     pace: Pace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -127,11 +131,7 @@ def test_a_calibration_predicts_latencies_of_a_machine_with_slow_seconds(
     load = workload.build(WorkloadConfig(80, 256, 32, None, 2.0, 5), machine.ids())
     predicted = simulate(limits, known.costs, load.requests, overheads=known.overheads, pace=known.pace)
     actual = simulate(limits, KNOWN, load.requests, overheads=truth, pace=pace)
-    means = [
-        np.mean([r.first_token - r.send for r in found.records if r.first_token is not None])
-        for found in (predicted, actual)
-    ]
-    assert means[0] == pytest.approx(means[1], rel=0.08)
+    assert mean_ttft(predicted.records) == pytest.approx(mean_ttft(actual.records), rel=0.08)
 
 
 def test_a_calibration_with_unanswered_requests_is_refused() -> None:
