@@ -43,7 +43,7 @@ def test_shapes_with_times_that_no_formula_explains_are_no_change_of_pace() -> N
 
 def test_a_break_between_two_processes_is_left_out() -> None:
     found = recorded([*steps(*[0.05] * 20), *steps(*[0.05] * 20, start=200.0)])
-    assert found.ends[-1] == pytest.approx(2.0)
+    assert found.ends[-1] == pytest.approx(2.0, abs=0.11)  # less than a window may be left over
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
