@@ -14,6 +14,7 @@ from optkit.bench.slo import Load
 from optkit.errors import UserError
 from optkit.tune.lab import Shape
 from optkit.tune.settings import Setting
+from tests.support.rounds import broken, record
 
 ONE, TWO = Setting.of("artifact", {}), Setting.of("artifact", {"max_num_seqs": 2})
 
@@ -37,12 +38,12 @@ def test_a_server_that_does_not_start_ends_the_benchmark() -> None:
     assert error.value.fix is not None and "--rank" in error.value.fix
 
 
-@pytest.mark.parametrize("failure", [None, "timed out"])
+@pytest.mark.parametrize("failure", [None, "HTTP 500"])
 def test_a_run_with_failed_requests_is_refused(failure: str | None) -> None:
-    records = [RequestRecord(0, 0.0, done=1.0), RequestRecord(1, 0.0, done=1.0, error=failure)]
+    records = [record(0, 0.5), record(1, 0.5) if failure is None else broken(1)]
     with Fake({}, records).serving_all(ONE) as run:
         if failure is None:
             assert run(ONE, None, 1.0) == records  # type: ignore[arg-type]
         else:
-            with pytest.raises(UserError, match="1 of 2 requests failed: timed out"):
+            with pytest.raises(UserError, match="1 of 2 requests failed: HTTP 500"):
                 run(ONE, None, 1.0)  # type: ignore[arg-type]
