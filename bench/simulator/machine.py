@@ -11,6 +11,7 @@ from optkit.bench.records import RequestRecord
 from optkit.bench.workload import RequestSchedule, WorkloadConfig
 from optkit.errors import UserError
 from optkit.text.load import load_tokenizer
+from optkit.tune.calibration import Calibration
 from optkit.tune.lab import Machine, Run, Shape, refuse_failures
 from optkit.tune.settings import Setting
 
@@ -36,6 +37,17 @@ class OneArtifact(Machine):
     def ids(self) -> list[int]:
         self._ids = self._ids or workload.text_ids(load_tokenizer(str(self._artifact)))
         return self._ids
+
+    def calibrated(self) -> Calibration:
+        """A new calibration of the artifact."""
+        known = Calibration.from_dict(self.calibrate("artifact"))
+        pace = (
+            f"{known.pace.mean:.3f} of the median time of a step, the slowest {max(known.pace.slowness):.2f}"
+        )
+        print(
+            known.costs, known.overheads, f"pace: {pace}", f"in {known.seconds:.0f} s", sep="\n", flush=True
+        )
+        return known
 
     @contextmanager
     def serving_all(self, *settings: Setting) -> Iterator[Run]:

@@ -11,7 +11,6 @@ from optkit.bench.metrics import summarize
 from optkit.bench.records import RequestRecord
 from optkit.simulation.pace import STEADY
 from optkit.simulation.simulator import capacity, simulate_rate
-from optkit.tune.calibration import Calibration
 from optkit.tune.intervals import Ratio, paired_ratio
 from optkit.tune.settings import Setting
 
@@ -26,22 +25,24 @@ SETTING = Setting("artifact")
 
 
 def compare(
-    machine: OneArtifact, known: Calibration, shares: Sequence[float], count: int, seed: int, rounds: int
+    machine: OneArtifact, shares: Sequence[float], count: int, seed: int, rounds: int
 ) -> Iterator[list[dict[str, Any]]]:
-    """After each round a row for each of ``shares``: the rate, and the numbers of all rounds with their ratios.
+    """After each round a row for each of ``shares``, with the numbers of all rounds and their ratios.
 
-    The server answers other prompts each time, so none is in the prefix cache.
+    Each round has a calibration and new prompts, so none is in the prefix cache.
 
     Raises:
         UserError: the server does not start, or a request fails.
     """
     config = machine.scheduler_config(SETTING)
     probe = at_rate(machine, 1.0, 48, seed)
-    most = capacity(config, known.costs, probe.requests, known.overheads, known.pace)
-    rows = [(share, share * most, list[dict[str, Any]]()) for share in shares]
-    with machine.serving_all(SETTING) as run:
-        for round_ in range(rounds):
-            for place, (share, rate, done) in enumerate(rows):
+    rows: dict[float, list[dict[str, Any]]] = {share: [] for share in shares}
+    for round_ in range(rounds):
+        known = machine.calibrated()
+        most = capacity(config, known.costs, probe.requests, known.overheads, known.pace)
+        with machine.serving_all(SETTING) as run:
+            for place, (share, done) in enumerate(rows.items()):
+                rate = share * most
                 schedule = at_rate(machine, rate, count, seed + round_ * len(rows) + place)
                 simulated, steady = (
                     simulate_rate(config, known.costs, schedule.requests, rate, known.overheads, pace)
@@ -49,12 +50,11 @@ def compare(
                 )
                 measured = numbers(run(SETTING, schedule, LIMIT))
                 sides = {"simulated": numbers(simulated.records), "steady": numbers(steady.records)}
-                done.append({"load": simulated.load, **sides, "measured": measured})
+                done.append({"rate": rate, "load": simulated.load, **sides, "measured": measured})
                 print(f"round {round_ + 1} of {rounds}, {share:.0%} of the capacity: {done[-1]}", flush=True)
-            yield [
-                {"share": share, "rate": rate, "requests": count, "rounds": done} | ratios(done)
-                for share, rate, done in rows
-            ]
+        yield [
+            {"share": share, "requests": count, "rounds": done} | ratios(done) for share, done in rows.items()
+        ]
 
 
 def numbers(records: Sequence[RequestRecord]) -> dict[str, float]:
@@ -102,4 +102,4 @@ def line(row: Mapping[str, Any]) -> str:
     parts = (
         f"{name} {Ratio(**row[name])} (steady pace {row['steady'][name]['value']:.3f})" for name in NUMBERS
     )
-    return f"{row['share']:.0%} of the capacity, {row['rate']:.2f}/s, simulated over measured: {', '.join(parts)}"
+    return f"{row['share']:.0%} of the capacity, simulated over measured: {', '.join(parts)}"

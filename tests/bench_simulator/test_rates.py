@@ -20,7 +20,7 @@ def row(load: float, ratio: float) -> dict[str, object]:
         }
         for value in (1.0, 2.0, 4.0)
     ]
-    return {"share": load, "rate": 2.0} | ratios(rounds)
+    return {"share": load} | ratios(rounds)
 
 
 def test_a_ratio_is_the_geometric_mean_over_rounds_with_an_interval() -> None:
