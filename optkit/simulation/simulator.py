@@ -7,7 +7,7 @@ flight and the records come from ``optkit.bench``, so the formulas of all metric
 cost model learns from the virtual times, as in a server.
 
 ``Overheads`` are the difference between a server and the engine: seconds of a request before the queue, and seconds of
-the engine's cores by tokens in and out. A ``Pace`` is the speed of the machine over time.
+the engine's cores by requests and by tokens in and out. A ``Pace`` is the speed of the machine over time.
 
 Near saturation waiting times grow without bound, and errors of the costs grow with the waiting. Above ``MOST_LOAD`` of
 the capacity the result of a simulation is marked as not known (``Simulation.known``).
@@ -58,7 +58,11 @@ class Costs(Protocol):
 
 @dataclass(frozen=True)
 class Overheads:
-    """Seconds added by a server: for a request, a prompt token, a step, and a token of an answer."""
+    """Seconds added by a server: for a request, a prompt token, a step, and a token of an answer.
+
+    A request is delayed by ``request`` before the queue, and delays a running step by as much: reading and tokenizing
+    take a core away from the engine.
+    """
 
     request: float = 0.0
     prompt_token: float = 0.0
@@ -183,7 +187,8 @@ class _Run:
         self.scheduler = Scheduler(config, self._clock, taught_cost_model(costs.alone))
         self.due = deque(sorted(requests, key=lambda request: request.arrival))
         self.slots = [0.0] * min(clients or len(requests), len(requests))  # when each client is free
-        self.entering: list[tuple[float, int]] = []  # arrivals at the engine's queue
+        self.entering: list[tuple[float, int]] = []  # arrivals at the engine's queue to come
+        self.arrived: deque[int] = deque()  # during a step
         self.records = {request.index: RequestRecord(request.index, 0.0) for request in requests}
         self.found = Simulation()
 
@@ -193,8 +198,8 @@ class _Run:
     def result(self) -> Simulation:
         self._send()
         first = self.entering[0][0] if self.entering else 0.0
-        while self.entering or self.scheduler.has_work:
-            if not self.scheduler.has_work:
+        while self.entering or self.arrived or self.scheduler.has_work:
+            if not self.arrived and not self.scheduler.has_work:
                 self.now = max(self.now, self.entering[0][0])
             self._enter()
             if self.scheduler.has_work:
@@ -215,9 +220,17 @@ class _Run:
             record.scheduled = request.arrival
             heapq.heappush(self.entering, (record.send + self.overheads.request, request.index))
 
-    def _enter(self) -> None:
+    def _arrive(self) -> int:
+        """Move the requests that have reached the queue by now to ``arrived``, and give their number."""
+        before = len(self.arrived)
         while self.entering and self.entering[0][0] <= self.now:
-            index = heapq.heappop(self.entering)[1]
+            self.arrived.append(heapq.heappop(self.entering)[1])
+        return len(self.arrived) - before
+
+    def _enter(self) -> None:
+        self._arrive()
+        while self.arrived:
+            index = self.arrived.popleft()
             request, record = self.requests[str(index)], self.records[index]
             sampling = SamplingParams(max_tokens=request.output_len, temperature=0.0)
             added = EngineRequest(
@@ -239,6 +252,7 @@ class _Run:
             prompts = sum(item.num_new for item in batch.items if item.num_new > 1)
             seconds = self.costs.step(batch.items) + out.step + out.row * rows + out.prompt_token * prompts
             self.now = self.pace.end(before, seconds)
+            self.now += out.request * self._arrive()
             self.found.busy += self.now - before
         results = [(TOKEN,) if item.needs_logits else None for item in batch.items]
         outputs = self.scheduler.update(batch, results)

@@ -52,6 +52,14 @@ def test_one_request_takes_the_time_of_its_steps_and_the_overheads() -> None:
     assert (record.tokens, record.prompt_tokens, record.error) == (3, 100, None)
 
 
+def test_reading_a_request_delays_the_step_that_runs_meanwhile() -> None:
+    """By hand: prompts of 100 tokens take 1 s; the second is read from 0.8 to 1.0 s, the third while nothing runs."""
+    found = simulate(
+        config(), PER_TOKEN, requests([0.0, 0.8, 5.0], prompt=100), overheads=Overheads(request=0.2)
+    )
+    assert [r.done for r in found.records] == pytest.approx([0.2 + 1.0 + 0.2, 1.4 + 1.0, 5.2 + 1.0])
+
+
 def test_waiting_is_that_of_a_queue_with_poisson_arrivals_and_fixed_service() -> None:
     """M/D/1 at 60 % load: a mean wait of rho / (2 (1 - rho)) services (Pollaczek and Khinchine)."""
     service, load = 0.1, 0.6
