@@ -36,10 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=len(SEEDS), choices=range(1, len(SEEDS) + 1))
     parser.add_argument("--save-result", type=Path)
     args = parser.parse_args(argv)
-    costs = COSTS
-    if args.artifact:
-        steps = steps_in_a_process(args.artifact, {}, CALIBRATION_SECONDS)
-        costs = fit([(step.shape, step.seconds) for step in steps])
+    costs = fit(steps_in_a_process(args.artifact, {}, CALIBRATION_SECONDS)) if args.artifact else COSTS
     rows = []
     for mix in MIXES:
         rows.append(compare(mix, costs, args.seconds, args.seeds))

@@ -28,14 +28,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.figures import command_line
-from bench.simulator.machine import OneArtifact, at_rate
+from bench.simulator.machine import OneArtifact
 from bench.simulator.ranking import TOP, missed_ranking, rank
-from bench.simulator.rates import SETTING, compare, line, missed_numbers
+from bench.simulator.rates import compare, line, missed_numbers
 from optkit.bench.environment import environment
 from optkit.bench.slo import Load, Slo, parse_slo
 from optkit.errors import UserError
 from optkit.machine.paths import check_place, save_text
-from optkit.simulation.simulator import capacity
 from optkit.tune.lab import Shape
 
 
@@ -73,9 +72,7 @@ def main() -> int:
     if given.rank:
         known = machine.calibrated()
         result["calibration"] = known.to_dict()
-        config = machine.scheduler_config(SETTING)
-        probe = at_rate(machine, 1.0, 48, given.seed)
-        rate = given.rank_share * capacity(config, known.costs, probe.requests, known.overheads, known.pace)
+        rate = given.rank_share * machine.capacity(known, given.seed)
         machine.shape = Shape(given.input_len, given.output_len, Load(rate=rate))
         found = rank(machine, known, given.rank_slo, given.rank, given.num_prompts, given.seed, given.rounds)
         result["ranking"] = found

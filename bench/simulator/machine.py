@@ -10,11 +10,13 @@ from optkit.bench import workload
 from optkit.bench.records import RequestRecord
 from optkit.bench.workload import RequestSchedule, WorkloadConfig
 from optkit.errors import UserError
+from optkit.simulation.simulator import capacity
 from optkit.text.load import load_tokenizer
 from optkit.tune.calibration import Calibration
 from optkit.tune.lab import Machine, Run, Shape, refuse_failures
 from optkit.tune.settings import Setting
 
+SETTING = Setting("artifact")
 LIMIT = 300.0  # seconds of a run
 
 
@@ -41,13 +43,16 @@ class OneArtifact(Machine):
     def calibrated(self) -> Calibration:
         """A new calibration of the artifact."""
         known = Calibration.from_dict(self.calibrate("artifact"))
-        pace = (
-            f"{known.pace.mean:.3f} of the median time of a step, the slowest {max(known.pace.slowness):.2f}"
-        )
-        print(
-            known.costs, known.overheads, f"pace: {pace}", f"in {known.seconds:.0f} s", sep="\n", flush=True
-        )
+        mean, slowest = known.pace.mean, max(known.pace.slowness)
+        print(known.costs, known.overheads, sep="\n")
+        print(f"pace: {mean:.3f} of the median time of a step, the slowest {slowest:.2f}")
+        print(f"in {known.seconds:.0f} s", flush=True)
         return known
+
+    def capacity(self, known: Calibration, seed: int) -> float:
+        """The simulated capacity of the recipe's own setting, in requests a second."""
+        probe = at_rate(self, 1.0, 48, seed).requests
+        return capacity(self.scheduler_config(SETTING), known.costs, probe, known.overheads, known.pace)
 
     @contextmanager
     def serving_all(self, *settings: Setting) -> Iterator[Run]:

@@ -6,13 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from bench.simulator.machine import LIMIT, OneArtifact, at_rate
+from bench.simulator.machine import LIMIT, SETTING, OneArtifact, at_rate
 from optkit.bench.metrics import summarize
 from optkit.bench.records import RequestRecord
-from optkit.simulation.pace import STEADY
-from optkit.simulation.simulator import capacity, simulate_rate
+from optkit.simulation.simulator import simulate, simulate_rate
 from optkit.tune.intervals import Ratio, paired_ratio
-from optkit.tune.settings import Setting
 
 BOUND = 0.15  # relative
 BELOW = 0.8  # load
@@ -21,7 +19,6 @@ NUMBERS = {
     "ttft_p95_ms": ("latency_ms", "ttft", "p95"),
     "output_throughput": ("output_throughput",),
 }
-SETTING = Setting("artifact")
 
 
 def compare(
@@ -35,19 +32,17 @@ def compare(
         UserError: the server does not start, or a request fails.
     """
     config = machine.scheduler_config(SETTING)
-    probe = at_rate(machine, 1.0, 48, seed)
     rows: dict[float, list[dict[str, Any]]] = {share: [] for share in shares}
     for round_ in range(rounds):
         known = machine.calibrated()
-        most = capacity(config, known.costs, probe.requests, known.overheads, known.pace)
+        most = machine.capacity(known, seed)
         with machine.serving_all(SETTING) as run:
             for place, (share, done) in enumerate(rows.items()):
                 rate = share * most
                 schedule = at_rate(machine, rate, count, seed + round_ * len(rows) + place)
-                simulated, steady = (
-                    simulate_rate(config, known.costs, schedule.requests, rate, known.overheads, pace)
-                    for pace in (known.pace, STEADY)
-                )
+                requests, added = schedule.requests, known.overheads
+                simulated = simulate_rate(config, known.costs, requests, rate, added, known.pace)
+                steady = simulate(config, known.costs, requests, overheads=added)
                 measured = numbers(run(SETTING, schedule, LIMIT))
                 sides = {"simulated": numbers(simulated.records), "steady": numbers(steady.records)}
                 done.append({"rate": rate, "load": simulated.load, **sides, "measured": measured})

@@ -7,7 +7,6 @@ If the server does not come up, the error shows the end of the file.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -25,13 +24,12 @@ from typing import IO, Any, NoReturn
 import httpx
 
 from optkit.errors import UserError
+from optkit.machine.parent import end_with_parent
 
 HOST = "127.0.0.1"
 API_KEY = "OPTKIT_API_KEY"  # the environment variable of `optkit serve` and of `optkit bench --url`
 START_TIMEOUT = 600.0  # seconds; loading a large model from a slow disk takes minutes
 STOP_TIMEOUT = 10.0
-PR_SET_PDEATHSIG = 1
-LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def free_port() -> int:
@@ -111,15 +109,6 @@ def _spawn(command: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
         env=variables,
         preexec_fn=end_with_parent,
     )
-
-
-def end_with_parent() -> None:
-    """Let the calling process get SIGTERM at the end of its parent, a SIGKILL included; Linux alone.
-
-    For ``preexec_fn``: between fork and exec, without an import or a lock.
-    """
-    if LIBC is not None:
-        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _wait_healthy(

@@ -1,1 +1,1 @@
-"""The machine: targets and ceilings, the private cache directory, locks, checksums, mapped files, logs."""
+"""The machine: targets and ceilings, the private cache directory, locks, checksums, mapped files, logs, parents."""

@@ -6,13 +6,14 @@ Median times of steps leave such seconds out, and the 95th percentile of TTFT de
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from optkit.simulation.step_costs import MeasuredStep
+from optkit.simulation.step_costs import MeasuredStep, median_seconds
 
 WINDOW = 0.1  # seconds with one speed
 BREAK = 1.0  # seconds without a step that are no part of the record
@@ -39,7 +40,7 @@ class Pace:
     def end(self, start: float, seconds: float) -> float:
         """The end of a step of median time ``seconds`` that begins at ``start``, in seconds."""
         position = start % self.ends[-1]
-        place = min(bisect_right(self.ends, position), len(self.ends) - 1)
+        place = bisect_right(self.ends, position)
         now, length = start, self.ends[place] - position
         while seconds * self.slowness[place] > length:
             now, seconds = now + length, seconds - length / self.slowness[place]
@@ -53,15 +54,14 @@ STEADY = Pace()
 
 def recorded(steps: Sequence[MeasuredStep]) -> Pace:
     """The pace during ``steps``, which follow each other; steady for less than two windows."""
-    typical = {
-        shape: float(np.median([step.seconds for step in steps if step.shape == shape]))
-        for shape in {step.shape for step in steps}
-    }
+    typical = median_seconds(steps)
     ends, slowness = [0.0], list[float]()
     begin = measured = usual = 0.0
-    for before, step in zip([None, *steps], steps, strict=False):
-        if before is None or step.start - before.end > BREAK:
+    last = -math.inf
+    for step in steps:
+        if step.start - last > BREAK:
             begin, measured, usual = step.start, 0.0, 0.0
+        last = step.end
         measured, usual = measured + step.seconds, usual + typical[step.shape]
         if step.end - begin >= WINDOW:
             ends.append(ends[-1] + step.end - begin)

@@ -49,7 +49,7 @@ class MeasuredStep:
 
     shape: StepShape
     seconds: float
-    start: float
+    start: float = 0.0
 
     @property
     def end(self) -> float:
@@ -103,21 +103,27 @@ class StepCosts:
         return replace(self, coefficients=tuple(factor * value for value in self.coefficients))
 
 
-def fit(samples: Sequence[tuple[StepShape, float]]) -> StepCosts:
-    """The best fit to the median times of the shapes in ``samples`` of (shape, seconds).
+def median_seconds(steps: Iterable[MeasuredStep]) -> dict[StepShape, float]:
+    """The median time of each shape in ``steps``."""
+    times: dict[StepShape, list[float]] = {}
+    for step in steps:
+        times.setdefault(step.shape, []).append(step.seconds)
+    return {shape: float(np.median(of_shape)) for shape, of_shape in times.items()}
+
+
+def fit(steps: Sequence[MeasuredStep]) -> StepCosts:
+    """The best fit to the median times of the shapes in ``steps``.
 
     Raises:
-        ValueError: no samples, or a time of 0 or less.
+        ValueError: no steps, or a time of 0 or less.
     """
-    if not samples or min(seconds for _, seconds in samples) <= 0:
+    if not steps or min(step.seconds for step in steps) <= 0:
         raise ValueError("a fit needs steps with positive times")
-    times: dict[StepShape, list[float]] = {}
-    for shape, took in samples:
-        times.setdefault(shape, []).append(took)
-    seconds = np.array([float(np.median(of_shape)) for of_shape in times.values()])
-    features = np.array([shape.features for shape in times]) / seconds[:, None]
+    medians = median_seconds(steps)
+    seconds = np.array(list(medians.values()))
+    features = np.array([shape.features for shape in medians]) / seconds[:, None]
     scale = np.maximum(np.abs(features).max(axis=0), 1e-300)
-    columns, target = features / scale, np.ones(len(times))
+    columns, target = features / scale, np.ones(len(medians))
     best, least = np.zeros(features.shape[1]), float(np.inf)
     for size in range(1, features.shape[1] + 1):
         for chosen in itertools.combinations(range(features.shape[1]), size):

@@ -7,12 +7,12 @@ part that binds; each single change is simulated, and the changes are listed by 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from optkit.bench.workload import BenchRequest, RequestSchedule
 from optkit.errors import UserError
-from optkit.simulation.simulator import simulate, simulate_rate
 from optkit.simulation.step_costs import StepCosts
 from optkit.tune import goal
 from optkit.tune.settings import Setting
@@ -32,7 +32,7 @@ RATE_STEPS = 12  # of the bisection
 
 def advice(search: Search, setting: Setting, schedule: RequestSchedule) -> list[str]:
     """Lines for a person, the most important first."""
-    found = search.simulation(setting, schedule)
+    found = search.simulation(setting, schedule.requests)
     lines = []
     parts = found.binding()
     if parts:
@@ -78,7 +78,7 @@ def single_changes(search: Search, setting: Setting, schedule: RequestSchedule) 
     found.append(("prompts half as long, or half of them cached", _cost(search, setting, half)))
     if search.shape.load.rate:
         slower = [replace(r, arrival=2 * r.arrival) for r in schedule.requests]
-        found.append(("a second replica", _cost(search, setting, slower, rate=search.shape.load.rate / 2)))
+        found.append(("a second replica", _cost(search, setting, slower)))
     return found
 
 
@@ -89,31 +89,13 @@ def _group(option: str) -> str:
 
 
 def _cost(
-    search: Search,
-    setting: Setting,
-    requests: Any,
-    costs: StepCosts | None = None,
-    rate: float | None = None,
+    search: Search, setting: Setting, requests: Sequence[BenchRequest], costs: StepCosts | None = None
 ) -> float:
-    known = search.calibrations[setting.recipe]
-    load = search.shape.load
+    """The simulated cost; infinite for options that contradict each other or the model."""
     try:
-        config = search.lab.scheduler_config(setting)
+        found = search.simulation(setting, requests, costs)
     except UserError:
         return math.inf
-    if load.rate is None:
-        found = simulate(
-            config,
-            costs or known.costs,
-            requests,
-            clients=load.clients,
-            overheads=known.overheads,
-            pace=known.pace,
-        )
-    else:
-        found = simulate_rate(
-            config, costs or known.costs, requests, rate or load.rate, known.overheads, known.pace
-        )
     return goal.cost(search.slo, found.records)
 
 
@@ -125,7 +107,7 @@ def holding_rate(search: Search, setting: Setting, schedule: RequestSchedule) ->
 
     def holds(share: float) -> bool:
         scaled: list[BenchRequest] = [replace(r, arrival=r.arrival / share) for r in schedule.requests]
-        return _cost(search, setting, scaled, rate=rate * share) <= 1
+        return _cost(search, setting, scaled) <= 1
 
     low, high = 0.0, 1.0
     for _ in range(RATE_STEPS):

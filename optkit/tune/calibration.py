@@ -101,16 +101,12 @@ class ProbeRun:
 Probes = Sequence[ProbeRun]
 
 
-def _error(
-    config: SchedulerConfig, costs: StepCosts, guess: Overheads, runs: Probes, most: float = math.inf
-) -> float:
-    """Sum of squared relative errors of the simulated ``runs``; infinite as soon as the sum is above ``most``."""
+def _error(config: SchedulerConfig, costs: StepCosts, guess: Overheads, runs: Probes) -> float:
+    """Sum of squared relative errors of the simulated ``runs``."""
     total = 0.0
     for run in runs:
         found = run.levels(run.simulated(config, costs, guess))
         total += float(np.sum((np.log(found) - np.log(run.measured)) ** 2))
-        if total > most:
-            return math.inf
     return total
 
 
@@ -123,11 +119,11 @@ def fit_server(config: SchedulerConfig, costs: StepCosts, runs: Probes) -> tuple
     (``SLOWNESS_PRICE``): without it, faster steps and larger overheads explain the same numbers. The start are two
     lines: excess time per token over clients, and excess TTFT of a single client over its prompt.
     """
-    slowness, best, least = 1.0, _lines(config, costs, runs), math.inf
+    slowness, best = 1.0, _lines(config, costs, runs)
 
     def error(slowness: float, guess: Overheads) -> float:
         price = SLOWNESS_PRICE * math.log(slowness) ** 2
-        return price + _error(config, costs.scaled(slowness), guess, runs, least - price)
+        return price + _error(config, costs.scaled(slowness), guess, runs)
 
     least = error(slowness, best)
     for factors in (SCALES, SCALES, FINE_SCALES, FINE_SCALES):

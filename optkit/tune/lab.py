@@ -25,6 +25,7 @@ from optkit.bench.slo import Load
 from optkit.bench.workload import RequestSchedule, WorkloadConfig
 from optkit.errors import UserError
 from optkit.evaluation.limits import Z_975
+from optkit.machine.parent import end_with_parent
 from optkit.recipe.engine_options import engine_options
 from optkit.recipe.schema import Accept, Recipe
 from optkit.runtime.scheduling.config import SchedulerConfig
@@ -195,7 +196,7 @@ class Machine:
             def probe(config: WorkloadConfig) -> ProbeRun:
                 schedule = workload.build(config, self.ids())
                 records = run(plain, schedule, CALIBRATION_SECONDS)
-                refuse_failures(records, name)
+                refuse_failures(records, f"calibration of {name}")
                 return ProbeRun(config.max_concurrency, schedule.requests, records)
 
             for number, (clients, length, output, count) in enumerate(PROBES):
@@ -205,7 +206,7 @@ class Machine:
             runs.append(probe(WorkloadConfig(count, length, output, None, rate, 900_000 + len(PROBES))))
         steps += steps_in_a_process(directory, {}, CALIBRATION_SECONDS)
         limits = self.scheduler_config(plain)
-        costs, added = fit_server(limits, fit([(step.shape, step.seconds) for step in steps]), runs)
+        costs, added = fit_server(limits, fit(steps), runs)
         return Calibration(costs, added, time.monotonic() - start, recorded(steps)).to_dict()
 
     def scheduler_config(self, setting: Setting) -> SchedulerConfig:
@@ -349,7 +350,7 @@ def _command(command: Sequence[str], timeout: float, what: str) -> None:
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=servers.end_with_parent,
+        preexec_fn=end_with_parent,
     )
     try:
         _, errors = process.communicate(timeout=timeout)

@@ -23,9 +23,10 @@ from typing import Any
 
 from optkit.bench.slo import Slo
 from optkit.bench.statistics import samples_needed
-from optkit.bench.workload import RequestSchedule
+from optkit.bench.workload import BenchRequest, RequestSchedule
 from optkit.errors import UserError
 from optkit.simulation.simulator import Simulation, simulate, simulate_rate
+from optkit.simulation.step_costs import StepCosts
 from optkit.tune import goal
 from optkit.tune.calibration import Calibration
 from optkit.tune.confirmation import BUDGET_ENDED, ORDERS, confirm
@@ -172,25 +173,20 @@ class Search:
             return earlier[0]
         return self.journal.trial(self.of_budget(f"build {name}"), partial(self.lab.build, name, timeout))
 
-    def simulation(self, setting: Setting, requests: RequestSchedule) -> Simulation:
-        """The simulated run of ``setting``.
+    def simulation(
+        self, setting: Setting, requests: Sequence[BenchRequest], costs: StepCosts | None = None
+    ) -> Simulation:
+        """The simulated run of ``setting``, with other ``costs`` than the calibrated ones where given.
 
         Raises:
             UserError: the options contradict each other or the model.
         """
         known = self.calibrations[setting.recipe]
         config = self.lab.scheduler_config(setting)
-        load, prompts = self.shape.load, requests.requests
+        load, steps, added, pace = self.shape.load, costs or known.costs, known.overheads, known.pace
         if load.rate is None:
-            return simulate(
-                config,
-                known.costs,
-                prompts,
-                clients=load.clients,
-                overheads=known.overheads,
-                pace=known.pace,
-            )
-        return simulate_rate(config, known.costs, prompts, load.rate, known.overheads, known.pace)
+            return simulate(config, steps, requests, clients=load.clients, overheads=added, pace=pace)
+        return simulate_rate(config, steps, requests, load.rate, added, pace)
 
     def _simulate(self) -> None:
         """Simulate the settings of each candidate, settings with few changes first, as long as there is time."""
@@ -220,7 +216,7 @@ class Search:
 
     def _simulated(self, setting: Setting, requests: RequestSchedule) -> dict[str, Any]:
         try:
-            found = self.simulation(setting, requests)
+            found = self.simulation(setting, requests.requests)
         except UserError as error:
             return {"cost": math.inf, "known": True, "reason": str(error)}
         return {

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from optkit.bench.servers import end_with_parent
 from optkit.errors import UserError
+from optkit.machine.parent import end_with_parent
 from optkit.simulation.step_costs import MeasuredStep, StepShape, step_shape
 
 if TYPE_CHECKING:

@@ -6,15 +6,12 @@ import numpy as np
 import pytest
 
 from optkit.bench.workload import BenchRequest
-from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.simulation.pace import STEADY, Pace, recorded
 from optkit.simulation.simulator import simulate
 from optkit.simulation.step_costs import MeasuredStep, StepCosts, StepShape
+from tests.support.tuning_lab import LIMITS
 
 COSTS = StepCosts((0.0, 1e-3, 1e-3, 0.0, 0.0, 0.0))  # 1 ms a token
-CONFIG = SchedulerConfig(
-    max_num_seqs=16, max_num_batched_tokens=2048, max_model_len=4096, block_size=32, num_blocks=1000
-)
 PACE = Pace((1.0, 1.5), (1.0, 2.0))
 
 
@@ -79,9 +76,9 @@ def test_much_work_takes_the_mean_pace_whatever_the_length_of_the_steps() -> Non
 def test_requests_in_a_slow_second_take_longer_and_the_others_do_not() -> None:
     """By hand: prompts of 100 tokens and one token out take 0.1 s, 0.2 s in the second half of each 2 s."""
     requests = [BenchRequest(i, tuple(range(100 * i, 100 * i + 100)), 1, 0.25 * i) for i in range(8)]
-    found = simulate(CONFIG, COSTS, requests, pace=Pace((1.0, 2.0), (1.0, 2.0))).records
+    found = simulate(LIMITS, COSTS, requests, pace=Pace((1.0, 2.0), (1.0, 2.0))).records
     taken = [record.done - record.send for record in found if record.done is not None]
     assert taken == pytest.approx([0.1] * 4 + [0.2] * 4)
-    assert [r.done for r in simulate(CONFIG, COSTS, requests).records] == pytest.approx(
+    assert [r.done for r in simulate(LIMITS, COSTS, requests).records] == pytest.approx(
         [0.25 * i + 0.1 for i in range(8)]
     )

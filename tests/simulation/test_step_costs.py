@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optkit.runtime.types import EngineRequest, Request, SamplingParams, ScheduledRequest
-from optkit.simulation.step_costs import StepCosts, StepShape, fit, step_shape
+from optkit.simulation.step_costs import MeasuredStep, StepCosts, StepShape, fit, step_shape
 
 SHAPES = [
     StepShape(tokens, 1, tokens * (context + tokens / 2), 0)
@@ -39,7 +39,7 @@ coefficients = st.tuples(*(st.floats(scale, 10 * scale) for scale in (1e-3, 1e-4
 @given(coefficients)
 def test_exact_times_give_their_coefficients_back(values: tuple[float, ...]) -> None:
     truth = StepCosts(values)
-    found = fit([(shape, truth.seconds(shape)) for shape in SHAPES])
+    found = fit([MeasuredStep(shape, truth.seconds(shape)) for shape in SHAPES])
     assert found.coefficients == pytest.approx(values, rel=1e-5)
     assert found.worst < 1e-6
 
@@ -49,7 +49,7 @@ def test_noise_moves_predictions_little_and_makes_no_coefficient_negative(
     values: tuple[float, ...], seed: int
 ) -> None:
     truth, noise = StepCosts(values), np.random.default_rng(seed)
-    found = fit([(s, truth.seconds(s) * float(noise.normal(1, 0.02))) for s in SHAPES])
+    found = fit([MeasuredStep(s, truth.seconds(s) * float(noise.normal(1, 0.02))) for s in SHAPES])
     assert min(found.coefficients) >= 0
     assert found.error < 0.05
     for shape in SHAPES:
@@ -60,7 +60,7 @@ def test_the_fit_is_the_best_without_negative_coefficients() -> None:
     """Against projected gradient descent, another way to the same minimum."""
     noise = np.random.default_rng(3)
     times = [float(noise.uniform(0.01, 0.1)) for _ in SHAPES]
-    found = fit(list(zip(SHAPES, times, strict=True)))
+    found = fit([MeasuredStep(*one) for one in zip(SHAPES, times, strict=True)])
     rows = np.array([shape.features for shape in SHAPES]) / np.array(times)[:, None]
     scale = np.abs(rows).max(axis=0)
     rows, guess = rows / scale, np.zeros(6)
@@ -75,10 +75,12 @@ def test_nothing_measured_is_an_error() -> None:
     with pytest.raises(ValueError, match="positive times"):
         fit([])
     with pytest.raises(ValueError, match="positive times"):
-        fit([(StepShape(1), 0.0)])
+        fit([MeasuredStep(StepShape(1), 0.0)])
 
 
 def test_several_times_of_a_shape_count_as_their_median() -> None:
     truth = StepCosts((1e-3, 1e-4, 1e-4, 1e-4, 1e-7, 1e-7))
-    noisy = [(shape, truth.seconds(shape) * factor) for shape in SHAPES for factor in (0.9, 1.0, 1.7)]
+    noisy = [
+        MeasuredStep(shape, truth.seconds(shape) * factor) for shape in SHAPES for factor in (0.9, 1.0, 1.7)
+    ]
     assert fit(noisy).coefficients == pytest.approx(truth.coefficients, rel=1e-5)

@@ -24,6 +24,9 @@ from optkit.tune.lab import Run, Shape
 from optkit.tune.settings import Setting
 
 FAST = StepCosts((0.006, 2e-4, 2e-4, 5e-4, 1e-8, 1e-6))
+LIMITS = SchedulerConfig(
+    max_num_seqs=16, max_num_batched_tokens=2048, max_model_len=4096, block_size=32, num_blocks=2000
+)
 SLOW = StepCosts((0.03, 1.6e-3, 1.6e-3, 1e-3, 1e-7, 2e-6))
 
 

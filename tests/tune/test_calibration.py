@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from optkit.bench.workload import BenchRequest
-from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.simulation.pace import STEADY, Pace
 from optkit.simulation.simulator import Overheads, simulate
 from optkit.simulation.step_costs import StepCosts
@@ -18,11 +17,9 @@ from optkit.tune.calibration import (
     ProbeRun,
     fit_server,
 )
+from tests.support.tuning_lab import LIMITS
 
 COSTS = StepCosts((0.01, 1e-3, 1e-3, 1e-3, 1e-6, 1e-6))
-CONFIG = SchedulerConfig(
-    max_num_seqs=16, max_num_batched_tokens=2048, max_model_len=4096, block_size=32, num_blocks=1000
-)
 
 
 def prompts(count: int, length: int, output: int) -> list[BenchRequest]:
@@ -37,7 +34,7 @@ def probed(costs: StepCosts, truth: Overheads) -> list[ProbeRun]:
         if rate:
             times = np.cumsum(np.random.default_rng(7).exponential(1 / rate, count))
             requests = [replace(r, arrival=float(at)) for r, at in zip(requests, times, strict=True)]
-        found = simulate(CONFIG, costs, requests, clients=clients, overheads=truth)
+        found = simulate(LIMITS, costs, requests, clients=clients, overheads=truth)
         runs.append(ProbeRun(clients, requests, found.records))
     return runs
 
@@ -47,10 +44,10 @@ def probed(costs: StepCosts, truth: Overheads) -> list[ProbeRun]:
 )
 def test_overheads_are_found_again(truth: Overheads) -> None:
     runs = probed(COSTS, truth)
-    costs, found = fit_server(CONFIG, COSTS, runs)
+    costs, found = fit_server(LIMITS, COSTS, runs)
     requests = prompts(6, 300, 9)
     a, b = (
-        simulate(CONFIG, c, requests, clients=2, overheads=o).records[-1].done
+        simulate(LIMITS, c, requests, clients=2, overheads=o).records[-1].done
         for c, o in ((costs, found), (COSTS, truth))
     )
     assert a == pytest.approx(b, rel=0.03)
@@ -71,10 +68,10 @@ def test_a_machine_that_changes_between_steps_and_probes_is_predicted_all_the_sa
     """Other processes take a quarter of the cores, or stop taking them: within 8 % at another load."""
     slower = COSTS.scaled(speed)
     runs = probed(slower, Overheads())
-    costs, found = fit_server(CONFIG, COSTS, runs)
+    costs, found = fit_server(LIMITS, COSTS, runs)
     requests = prompts(30, 256, 16)
-    a = simulate(CONFIG, costs, requests, clients=4, overheads=found).seconds
-    assert a == pytest.approx(simulate(CONFIG, slower, requests, clients=4).seconds, rel=0.08)
+    a = simulate(LIMITS, costs, requests, clients=4, overheads=found).seconds
+    assert a == pytest.approx(simulate(LIMITS, slower, requests, clients=4).seconds, rel=0.08)
 
 
 def test_first_tokens_of_several_clients_without_pauses_are_no_overhead() -> None:
@@ -86,4 +83,4 @@ def test_first_tokens_of_several_clients_without_pauses_are_no_overhead() -> Non
     assert late != eight.records and eight.levels(late) == eight.levels(eight.records)
     assert len(runs[0].levels(runs[0].records)) == len(runs[3].levels(runs[3].records)) == 2
     changed = [*runs[:2], ProbeRun(8, eight.requests, late), runs[3]]
-    assert fit_server(CONFIG, COSTS, changed) == fit_server(CONFIG, COSTS, runs)
+    assert fit_server(LIMITS, COSTS, changed) == fit_server(LIMITS, COSTS, runs)

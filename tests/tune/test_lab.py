@@ -29,6 +29,7 @@ from optkit.tune.lab import Machine, Shape, _command, quality, refuse_failures
 from optkit.tune.settings import Setting
 from tests.support.architectures import tiny_model
 from tests.support.rounds import broken, record
+from tests.support.tuning_lab import LIMITS
 
 ACCEPT = Accept(max_kld=0.01, min_top1=0.97)
 KNOWN = StepCosts((4e-3, 3e-4, 3.5e-4, 3e-4, 1e-7, 9e-7))
@@ -97,16 +98,11 @@ def test_a_calibration_predicts_latencies_of_a_machine_with_slow_seconds(
     pace: Pace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Mean TTFT within 8 % at another load and other lengths than those of the calibration."""
-    truth, limits = (
-        Overheads(0.006, 3e-5, 4e-4, 3e-4),
-        SchedulerConfig(
-            max_num_seqs=16, max_num_batched_tokens=2048, max_model_len=4096, block_size=32, num_blocks=2000
-        ),
-    )
+    truth = Overheads(0.006, 3e-5, 4e-4, 3e-4)
 
     class KnownMachine(Machine):
         def scheduler_config(self, setting: Setting) -> SchedulerConfig:
-            return limits
+            return LIMITS
 
         def ids(self) -> list[int]:
             return list(range(50_000))
@@ -116,7 +112,7 @@ def test_a_calibration_predicts_latencies_of_a_machine_with_slow_seconds(
             def run(_setting: Setting, schedule: RequestSchedule, _limit: float) -> list[RequestRecord]:
                 clients = schedule.config.max_concurrency
                 found = simulate(
-                    limits, KNOWN, schedule.requests, clients=clients, overheads=truth, pace=pace
+                    LIMITS, KNOWN, schedule.requests, clients=clients, overheads=truth, pace=pace
                 )
                 return found.records
 
@@ -129,8 +125,8 @@ def test_a_calibration_predicts_latencies_of_a_machine_with_slow_seconds(
     known = Calibration.from_dict(machine.calibrate("baseline"))
     assert known.pace.mean == pytest.approx(pace.mean, rel=0.05)
     load = workload.build(WorkloadConfig(80, 256, 32, None, 2.0, 5), machine.ids())
-    predicted = simulate(limits, known.costs, load.requests, overheads=known.overheads, pace=known.pace)
-    actual = simulate(limits, KNOWN, load.requests, overheads=truth, pace=pace)
+    predicted = simulate(LIMITS, known.costs, load.requests, overheads=known.overheads, pace=known.pace)
+    actual = simulate(LIMITS, KNOWN, load.requests, overheads=truth, pace=pace)
     assert mean_ttft(predicted.records) == pytest.approx(mean_ttft(actual.records), rel=0.08)
 
 

@@ -194,7 +194,7 @@ def test_simulations_and_advice_take_the_pace_of_the_calibration(tmp_path: Path,
     for slowness in (1.0, 3.0):
         known = Calibration(FAST, Overheads(), 25.0, Pace((1.0,), (slowness,)))
         made.calibrations = {"ttft-cpu": known}
-        simulated = goal.cost(objective, made.simulation(setting, requests).records)
+        simulated = goal.cost(objective, made.simulation(setting, requests.requests).records)
         (half,) = [
             cost for change, cost in single_changes(made, setting, requests) if change.startswith("prompts")
         ]

@@ -10,14 +10,11 @@ from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.simulation.step_costs import StepShape, fit
 from optkit.tune.step_times import measure_step, measure_steps, shapes
 from tests.support.tiny_runtime import engine
-
-CONFIG = SchedulerConfig(
-    max_num_seqs=16, max_num_batched_tokens=2048, max_model_len=4096, block_size=32, num_blocks=1000
-)
+from tests.support.tuning_lab import LIMITS
 
 
 def test_shapes_cover_prompts_contexts_batches_and_both_together() -> None:
-    found = shapes(CONFIG)
+    found = shapes(LIMITS)
     assert {len(items) for items in found} >= {1, 2, 4, 8, 16, 5, 9}
     assert {items[0] for items in found if len(items) == 1} >= {(1024, 0), (512, 512), (64, 0), (1, 1024)}
     sizes = [sum(new for new, _ in items) for items in found]
@@ -62,7 +59,7 @@ def test_steps_are_measured_through_the_runner_and_leave_no_block_behind() -> No
     assert all(one.seconds > 0 for one in found)
     assert all(before.end <= after.start for before, after in itertools.pairwise(found))
     assert made.stats().kv_blocks_used == used and not made.has_work
-    assert fit([(one.shape, one.seconds) for one in found]).seconds(StepShape(64, 1, 2048.0, 0)) > 0
+    assert fit(found).seconds(StepShape(64, 1, 2048.0, 0)) > 0
     with pytest.raises(ValueError, match="no room"):
         measure_step(made, [(60, 60)] * 20)
     assert made.stats().kv_blocks_used == used

@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import gc
 import importlib
 import logging
 import os
 import select
-import signal
 import socket
 import sys
 import time
@@ -35,6 +33,7 @@ import msgspec
 
 from optkit.errors import UserError
 from optkit.machine import logs
+from optkit.machine.parent import die_with_parent, leave_signals_to_parent
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.process import ipc
 from optkit.runtime.process.profiler import WHILE_WRITING_SECONDS, EngineProfiler
@@ -57,7 +56,6 @@ FACTORY_PREFIXES = ("optkit.", "tests.")
 HEARTBEAT_SECONDS = 1.0
 STATS_SECONDS = 0.1  # between two messages with gauges while no request begins or ends
 RECEIVE_BYTES = 1 << 18
-PR_SET_PDEATHSIG = 1
 
 
 class ParentGone(BaseException):
@@ -294,23 +292,6 @@ def resolve(factory: str) -> Callable[..., Any]:
     if not module.startswith(FACTORY_PREFIXES):
         raise ValueError(f"{factory} is not a factory of optkit")
     return getattr(importlib.import_module(module), function)
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill the process when the parent's thread ends (Linux). Exit if the parent has ended already."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        raise SystemExit(1)
-
-
-def leave_signals_to_parent() -> None:
-    """Ignore SIGINT and SIGTERM, which a terminal or a service manager sends to each process of a server.
-
-    Child processes inherit that, so they end by other means.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
 
 
 def cores() -> int:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from optkit.errors import UserError
 from optkit.machine import logs
-from optkit.runtime.process.worker import die_with_parent, leave_signals_to_parent
+from optkit.machine.parent import die_with_parent, leave_signals_to_parent
 from optkit.runtime.ranks import messages
 from optkit.runtime.ranks.messages import Allocate, Failed, Load, Loaded, RankGone, Step
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, BinaryIO, NoReturn, TypeVar
 import msgspec
 
 from optkit.extras import need_extra
+from optkit.machine.parent import leave_signals_to_parent
 from optkit.runtime.structured import FEATURE
 from optkit.runtime.types import Constraint, ConstraintFailed
 from optkit.serve.constraints.messages import HEADER, Tokens, Verdict, frame
@@ -39,8 +40,7 @@ T = TypeVar("T")
 
 
 def main() -> int:
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to every process of a server; the server decides
-        signal.signal(number, signal.SIG_IGN)
+    leave_signals_to_parent()
     need_extra("structured", FEATURE)
     from optkit.runtime.structured import grammar
 
