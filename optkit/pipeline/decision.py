@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, nan
 from statistics import geometric_mean
 from typing import Any
@@ -85,6 +85,21 @@ def missed_quality(bounds: Accept, evidence: Evidence) -> bool:
     """True where only quality bounds are missed: fewer quantized layers can help."""
     size_and_speed = bounds.model_copy(update=dict.fromkeys(QUALITY_BOUNDS))
     return not list(misses(size_and_speed, evidence)) and bool(list(misses(bounds, evidence)))
+
+
+def nearly_meets(bounds: Accept, evidence: Evidence, quality: Mapping[str, Any]) -> bool:
+    """True where ``evidence`` misses only bounds on quality, by less than the 95 % interval of the report ``quality``.
+
+    More text may then show that the bounds hold. Losses on long documents are taken as they are.
+    """
+    kld, top1, ln_ppl = (Z_975 * quality.get(key, {}).get("stderr", 0.0) for key in QUALITY)
+    best = replace(
+        evidence,
+        kld=evidence.kld - kld,
+        top1=evidence.top1 + top1,
+        ppl_ratio=evidence.ppl_ratio * exp(-ln_ppl),
+    )
+    return missed_quality(bounds, evidence) and not missed_quality(bounds, best)
 
 
 def excess_share(bounds: Accept, evidence: Evidence) -> float:

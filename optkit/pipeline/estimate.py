@@ -29,7 +29,7 @@ PROCESS_BYTES = 1.3e9  # Python, torch, transformers, and what their allocators 
 WINDOWS_IN_MEMORY = 6  # of logits: two windows of each side, and of the rows before they are placed
 REACHED = 0.4  # of the peak rate, by whole models in float32
 CHECK_TOKENS = 400  # of the capture's check, both sides together
-PASS_TOKENS = 4096  # of text on which the quality of a pass is measured
+PASS_TOKENS = 4096  # of text on which the quality of a pass is measured; not counted: more text near a bound
 DISK_BYTES_PER_SECOND = 1e9
 GB = 1e9
 

@@ -2,7 +2,8 @@
 
 A quantizer that misses a quality bound gets a second chance: its most sensitive layers fall back to float
 (``optkit.pipeline.fallback``), measured again each time. A pass that makes the recipe's objective worse is rolled back
-before any measurement of quality; exact passes are judged with the whole (``optkit.pipeline.whole``).
+before any measurement of quality; exact passes are judged with the whole (``optkit.pipeline.whole``). Quality that
+misses a bound by less than its 95 % interval is measured again, on more text.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from optkit.graph.ir import Graph
 from optkit.lowering.lower import Executable
 from optkit.pipeline import fallback
 from optkit.pipeline.compile_hook import build_code
-from optkit.pipeline.decision import Evidence, decide, excess_share, loss, missed_quality
+from optkit.pipeline.decision import Evidence, decide, excess_share, loss, missed_quality, nearly_meets
 from optkit.pipeline.measurement import Measurement
 from optkit.pipeline.records import PassRecord, worst
 from optkit.recipe.schema import Accept, Keep
@@ -29,6 +30,7 @@ EXACT_BOUNDS = {
     "bfloat16": Accept(max_kld=2e-3, min_top1=0.97),
 }
 EXACT_TOKENS, PASS_TOKENS = 512, 4096
+NEAR_TOKENS = 20_480  # where quality on PASS_TOKENS misses a bound by less than its interval
 OF_THE_WHOLE = {
     "min_speedup",
     "min_decode_speedup",
@@ -72,14 +74,19 @@ class PassJudge:
             return self.fall_back(before, candidate, record, sites)
         return before
 
-    def measure(self, record: PassRecord, before: Graph, after: Graph) -> None:
+    def measure(self, record: PassRecord, before: Graph, after: Graph, *, near_bound: bool = True) -> None:
         """Write costs and quality of ``after`` into ``record``; no quality where the costs decide.
 
         The lowered weights are not kept: the weights of the next measurement take their place.
+
+        Args:
+            near_bound: measures quality again near a missed bound, on more text.
         """
         lowered = self.measurement.measure_costs(record, before, after)
         if not (loss(record) and self.judges_speed(record)):
             self.measure_quality(record, before, after, lowered)
+            if near_bound:
+                self.measure_near_bound(record, before, after, lowered)
 
     def evidence(self, record: PassRecord) -> Evidence:
         """The evidence in ``record``; without a loss of the objective where the loss does not decide."""
@@ -118,6 +125,17 @@ class PassJudge:
         long = self.accept.max_long_loss is not None
         self.measurement.measure_quality(record, lowered, tokens, dict(changed[-1:]), long=long)
 
+    def measure_near_bound(
+        self, record: PassRecord, before: Graph, after: Graph, lowered: Executable
+    ) -> None:
+        """Measure ``after`` on more text where quality misses a bound by less than its 95 % interval."""
+        m = self.measurement
+        if self.counts_as_exact(record) or not m.has_more_text(PASS_TOKENS, NEAR_TOKENS):
+            return
+        if nearly_meets(self.bounds(record), self.evidence(record), record.quality):
+            changed = list(variants.changed(before, after).items())
+            m.measure_quality_again(record, lowered, NEAR_TOKENS, dict(changed[-1:]))
+
     def fall_back(self, before: Graph, candidate: Graph, record: PassRecord, sites: Collection[str]) -> Graph:
         """Let the most sensitive of ``sites`` fall back to float until the bounds hold; roll back if none do."""
         missed, bounds = record.reason, self.bounds(record)
@@ -127,7 +145,7 @@ class PassJudge:
         for chosen in fallback.choices(losses, excess_share(bounds, Evidence.of(record))):
             self.measurement.progress(f"{record.name}: {len(chosen)} of {len(losses)} layers back in float")
             reduced = fall_back(candidate, set(chosen))
-            self.measure(trial, before, reduced)
+            self.measure(trial, before, reduced, near_bound=False)
             kept, held = decide(bounds, self.evidence(trial))
             if kept:  # a prediction takes measurements of new kinds of layers: not for each trial
                 self.measurement.predict(trial, before, reduced)

@@ -145,13 +145,32 @@ class Measurement:
         Quality is measured on ``tokens`` tokens of text, of each of ``variants`` (a step size by name). With ``long``
         also on long documents, where prompts and answers run in the variants for their sizes, as served.
         """
-        tokens = min(tokens, most_tokens(self.reference.num_bytes() / 4))
+        tokens = self.allowed_tokens(tokens)
         self.progress(f"{record.name}: measuring quality on {tokens} tokens")
         record.judged(self.quality(candidate, tokens, variants))
         if long:
             found = self.long_quality(record.name, candidate)
             for report in (record.quality, *record.variants.values()):
                 report[LONG] = found
+
+    def measure_quality_again(
+        self, record: PassRecord, candidate: Executable, tokens: int, variants: Mapping[str, int]
+    ) -> None:
+        """``measure_quality`` on ``tokens`` tokens of text; the quality on long documents stays."""
+        long = record.quality.get(LONG)
+        self.measure_quality(record, candidate, tokens, variants)
+        if long is not None:
+            for report in (record.quality, *record.variants.values()):
+                report[LONG] = long
+
+    def has_more_text(self, few: int, many: int) -> bool:
+        """True where the text, and the size of the model, allow more than ``few`` of ``many`` tokens."""
+        fewer, more = (self.windows(self.allowed_tokens(tokens)) for tokens in (few, many))
+        return len(more) > len(fewer)
+
+    def allowed_tokens(self, tokens: int) -> int:
+        """``tokens``, or as many as a measurement of a model of this size may take."""
+        return min(tokens, most_tokens(self.reference.num_bytes() / 4))
 
     def lower(self, graph: Graph) -> Executable:
         """``graph`` lowered for the target, with compiled layers; the float weights of a large graph stay on disk."""

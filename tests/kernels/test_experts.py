@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from optkit import kernels
 from optkit.graph import ops
 from optkit.kernels import reference
-from optkit.kernels.cpu import native
+from optkit.kernels.cpu import int8, native
 from optkit.passes.quantization.formats import Int4Format, Int8Format, PackedFormat, WeightFormat
 from tests.kernels.test_int8 import poisoned
 from tests.support.isas import usable_isas
@@ -22,7 +23,21 @@ from tests.support.target import TARGET
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
 
 E, N, K = 5, 40, 64
+
+
+@dataclass(frozen=True)
+class SomePanelsFit(Int8Format):
+    """Weights whose neighbours fit 16 bits in the first panel of each expert, and not in the second."""
+
+    def round(self, weight: Tensor) -> dict[str, Tensor]:
+        operands = super().round(weight)
+        operands["weight"][torch.arange(len(weight)) % N >= int8.PANEL] = 127
+        return operands
+
+
 FORMATS: dict[str, WeightFormat] = {
+    "w8a8 neighbours fit": Int8Format(32, reduce_range=True),
+    "w8a8 some panels fit": SomePanelsFit(32, reduce_range=True),
     "w8a8": Int8Format(0),
     "w8a8 groups": Int8Format(32),
     "w8a16": Int8Format(32, weight_only=True),

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -44,6 +45,19 @@ def weights_of(n: int, k: int, group: int, half: bool = False) -> tuple[Tensor, 
     return weight, scale.to(torch.float16).to(torch.float32) if half else scale
 
 
+def fitting(weight: Tensor) -> Tensor:
+    """``weight`` [N, K] with neighbours of one sign that add up to 128 or less; others keep the ends of the range."""
+    odd = weight.shape[1] % 2
+    pairs = F.pad(weight, (0, odd)).unflatten(1, (-1, 2)).to(torch.int32)
+    first, second = pairs.unbind(2)
+    room = 128 - first.abs()
+    second = torch.where(first * second > 0, second.sign() * torch.minimum(second.abs(), room), second)
+    # the sum of absolute values where both have one sign: at the limit in three of four pairs
+    at_limit = (first * second > 0) & (torch.rand(first.shape) < 0.75)
+    second = torch.where(at_limit, first.sign() * room, second)
+    return torch.stack([first, second], dim=2).to(torch.int8).flatten(1)[:, : weight.shape[1]]
+
+
 def poisoned(size: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     """In place of ``torch.empty``: what a kernel forgets to write shows."""
     return torch.full(size, float("nan") if dtype.is_floating_point else 77, dtype=dtype)
@@ -69,13 +83,20 @@ def error_bound(q: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor) 
 
 
 @SETTINGS
-@given(layers(), st.booleans(), st.booleans(), st.integers(1, 4))
-def test_linear(layer: tuple[int, int, int, int, int], biased: bool, half: bool, threads: int) -> None:
+@given(
+    layers(), st.booleans(), st.booleans(), st.integers(1, 4), st.sampled_from(["none", "all", "one panel"])
+)
+def test_linear(
+    layer: tuple[int, int, int, int, int], biased: bool, half: bool, threads: int, fit: str
+) -> None:
     m, k, n, group, seed = layer
     torch.manual_seed(seed)
     torch.set_num_threads(threads)
     q, scale = reference.quantize_per_token(torch.randn(m, k), group)
     weight, weight_scale = weights_of(n, k, group, half)
+    if fit != "none":
+        rows = slice(0, 32) if fit == "one panel" else slice(n)
+        weight[rows] = fitting(weight[rows])
     bias = torch.randn(n) if biased else None
     packed = int8.pack({2: weight, 3: weight_scale})
     assert packed[3].nbytes == -(-n // 32) * 32 * weight_scale.shape[1] * (2 if half else 4)
@@ -88,15 +109,17 @@ def test_linear(layer: tuple[int, int, int, int, int], biased: bool, half: bool,
     assert all(torch.equal(outputs[0], other) for other in outputs[1:])
 
 
+@pytest.mark.parametrize("fit", [False, True])
 @pytest.mark.parametrize("group", [0, 32, 64, 96])
 @pytest.mark.parametrize("isa", ISAS)
-def test_linear_is_batch_invariant(isa: str, group: int) -> None:
+def test_linear_is_batch_invariant(isa: str, group: int, fit: bool) -> None:
     """A row's result has the same bits alone, in any chunk, and by any number of threads."""
     native.set_isa(isa)
     torch.manual_seed(0)
     rows = 37 if isa == "portable" else 600  # more than one block of rows
     q, scale = reference.quantize_per_token(torch.randn(rows, 1536), group)
-    packed = int8.pack(dict(zip((2, 3), weights_of(100, 1536, group), strict=True)))
+    weight, weight_scale = weights_of(100, 1536, group)
+    packed = int8.pack({2: fitting(weight) if fit else weight, 3: weight_scale})
     torch.set_num_threads(1)
     whole = native_linear(q, scale, packed)
     for threads in (1, 2, 3, 4):
@@ -114,6 +137,38 @@ def test_extremes_do_not_saturate(isa: str) -> None:
     weight = torch.full((33, 1600), -128, dtype=torch.int8)
     packed = int8.pack({2: weight, 3: torch.ones(33, 1)})
     assert (native_linear(q, torch.ones(3, 1), packed) == -128.0 * 127 * 1600).all()
+
+
+@pytest.mark.parametrize(
+    "pair", [(64, 64), (127, 1), (-64, -64), (-128, 0), (-127, -1), (127, -128), (-1, 127)]
+)
+@pytest.mark.parametrize("isa", ISAS)
+def test_neighbours_that_just_fit_do_not_saturate(isa: str, pair: tuple[int, int]) -> None:
+    native.set_isa(isa)
+    weight = torch.tensor(pair, dtype=torch.int8).repeat(33, 800)
+    packed = int8.pack({2: weight, 3: torch.ones(33, 1)})
+    for byte in (255, 1, 0):
+        q = torch.full((9, 1600), byte, dtype=torch.uint8)
+        assert (native_linear(q, torch.ones(9, 1), packed) == 800.0 * (byte - 128) * sum(pair)).all()
+
+
+@pytest.mark.parametrize(
+    ("pair", "fits"), [((64, 64), 1), ((65, 64), 0), ((-64, -64), 1), ((-128, -1), 0), ((127, -128), 1)]
+)
+@pytest.mark.parametrize("at", [0, 2, 574])
+def test_packing_finds_panels_of_neighbours_that_fit(pair: tuple[int, int], fits: int, at: int) -> None:
+    weight = torch.zeros(70, 576, dtype=torch.int8)  # three panels
+    weight[40, at : at + 2] = torch.tensor(pair)
+    blob = int8.pack({2: weight, 3: torch.ones(70, 1)})[2].flatten()
+    ends = 3 * (144 * 128 + 32 * 4)  # steps and offsets
+    assert blob[ends : ends + 3].tolist() == [1, fits, 1]
+
+
+@pytest.mark.parametrize("n", [1, 31, 32, 33, 2049, 49152])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_the_packed_weight_knows_its_channels(n: int, groups: int) -> None:
+    packed = int8.pack({2: torch.zeros(n, 24, dtype=torch.int8), 3: torch.ones(n, groups)})
+    assert int8.packed_channels(packed[2], packed[3]) == 24
 
 
 def test_strided_rows() -> None:

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from optkit.graph.ir import Graph
 from optkit.graph.verify import verify
 from optkit.kernels import reference
+from optkit.kernels.cpu import native
 from optkit.machine.target import DATASHEETS
 from optkit.passes.base import PassContext
 from optkit.passes.int8 import Int8, Int8Config
@@ -28,6 +29,7 @@ from tests.support.graphs import (
     reasons,
     relative_error,
 )
+from tests.support.isas import usable_isas
 from tests.support.target import TARGET
 
 HEAD = "the output head stays in float (lm_head: false)"
@@ -136,6 +138,64 @@ def test_a_tied_head_leaves_the_embedding_alone(name: str) -> None:
     assert tensors[embedding].dtype == torch.float32
     assert tensors["lm_head.weight"].dtype == torch.int8
     assert tensors["lm_head.weight_scale"].shape == (128, 1)
+
+
+@pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
+@pytest.mark.parametrize("isa", usable_isas())
+def test_the_range_is_reduced_where_the_cpu_gains(isa: str) -> None:
+    native.set_isa(isa)
+    chosen = quantized("llama", group_size=32, lm_head=True, weight_only=["lm_head"])
+    asked = [
+        quantized("llama", group_size=32, lm_head=True, weight_only=["lm_head"], reduce_range=on)
+        for on in (False, True)
+    ]
+    name = "model.layers.0.mlp.up_proj.weight"
+    plain, reduced = (graph.weights[name].value for graph in asked)
+    assert not torch.equal(plain, reduced)
+    assert torch.equal(chosen.weights[name].value, reduced if isa == "avx2" else plain)
+    heads = [graph.weights["lm_head.weight"].value for graph in (chosen, *asked)]
+    assert all(
+        torch.equal(heads[0], head) for head in heads
+    )  # weight-only layers multiply 16-bit activations
+
+
+@pytest.mark.skipif("avx2" not in usable_isas(), reason="no AVX2")
+@pytest.mark.parametrize(
+    ("asked", "of_layer", "exact"),
+    [
+        (None, {}, True),
+        (True, {}, False),
+        (None, {"reduce_range": True}, False),
+        (True, {"reduce_range": None}, True),
+    ],
+)
+def test_weights_of_eight_bits_keep_their_levels_unless_asked(
+    asked: bool | None, of_layer: dict[str, object], exact: bool
+) -> None:
+    """As of a Q8_0 file: groups of 32 with a scale in float16, of which one code is 127."""
+    native.set_isa("avx2")
+    graph = captured("llama")
+    held = graph.weights["model.layers.0.mlp.up_proj.weight"]
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(-127, 128, held.value.shape, generator=generator).unflatten(1, (-1, 32))
+    codes[..., 5] = 127
+    levels = torch.rand(codes.shape[:2], generator=generator).to(torch.float16).float()
+    held.value = (codes * levels[..., None]).flatten(1)
+    overrides = {"up_proj": of_layer} if of_layer else {}
+    apply(graph, "int8", group_size=32, reduce_range=asked, overrides=overrides)
+    stored = graph.weights["model.layers.0.mlp.up_proj.weight"].value
+    assert torch.equal(stored, codes.flatten(1).to(torch.int8)) == exact
+
+
+def test_layers_can_keep_the_range() -> None:
+    graph = quantized("llama", reduce_range=True, overrides={"down_proj": {"reduce_range": False}})
+    plain = quantized("llama", reduce_range=False)
+    same = {
+        name: torch.equal(graph.weights[f"model.layers.0.mlp.{name}.weight"].value, weight.value)
+        for name in ("up_proj", "down_proj")
+        for weight in [plain.weights[f"model.layers.0.mlp.{name}.weight"]]
+    }
+    assert same == {"up_proj": False, "down_proj": True}
 
 
 # -- what to ignore --------------------------------------------------------------------------------------

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import isnan, nan
+from typing import Any
 
 import pytest
 
-from optkit.pipeline.decision import Evidence, decide, excess_share
+from optkit.pipeline.decision import Evidence, decide, excess_share, nearly_meets
 from optkit.recipe.schema import Accept
 from tests.support.sample_artifact import int8_record, quality, timing
 
@@ -49,6 +50,31 @@ def test_nan_meets_no_bound(field: str) -> None:
     kept, reason = decide(AT_THE_LIMIT, replace(EVIDENCE, **{field: nan}))
     assert not kept
     assert "nan" in reason
+
+
+NEAR = Accept(max_kld=0.01, min_top1=0.97, max_ppl_ratio=1.01, min_speedup=1.5)
+ERRORS = {"kl_mean": 0.001, "top1_agreement": 0.002, "ln_ppl_ratio": 0.002}
+
+
+@pytest.mark.parametrize(
+    ("changes", "near"),
+    [
+        ({}, False),  # nothing is missed
+        ({"kld": 0.0115}, True),
+        ({"kld": 0.0125}, False),
+        ({"top1": 0.9665}, True),
+        ({"top1": 0.9655}, False),
+        ({"ppl_ratio": 1.0135}, True),
+        ({"ppl_ratio": 1.0145}, False),
+        ({"kld": 0.0115, "top1": 0.9655}, False),
+        ({"kld": nan}, False),
+        ({"kld": 0.0115, "speedup": 1.4}, False),  # more text does not help
+        ({"kld": 0.0115, "worse": "ttft"}, False),
+    ],
+)
+def test_a_bound_on_quality_is_nearly_met_within_the_interval(changes: dict[str, Any], near: bool) -> None:
+    quality = {key: {"stderr": error} for key, error in ERRORS.items()}
+    assert nearly_meets(NEAR, replace(EVIDENCE, **changes), quality) == near
 
 
 LONG = {"tokens": 36800, "loss": {"value": 0.2, "stderr": 0.05}}

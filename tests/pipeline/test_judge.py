@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,29 @@ def test_a_bound_that_one_variant_misses_gives_back_layers_of_that_variant(
     graph = Artifact.open(tmp_path / "out").graph()
     assert len(list(graph.calls(reference.by_tokens))) == 2 * 5 - len(record.passes[1].fallback)
     assert len(list(graph.calls(reference.linear_w8a8))) == 2 * 5
+
+
+@pytest.mark.parametrize(("errors", "texts"), [(-1, 1), (1, 2), (3, 1)])
+def test_a_bound_missed_by_less_than_the_interval_is_judged_on_more_text(
+    source: Path, tmp_path: Path, errors: int, texts: int
+) -> None:
+    """The bound lies some standard errors below the divergence on the first text."""
+    text = "passes: {{int8: {{accept: {{max_kld: {bound}}}}}}}"
+    free = run(source, tmp_path / "free", text.format(bound=10.0)).passes[0].quality["kl_mean"]
+    said = list[str]()
+
+    def progress(text: str, /, *, part: tuple[int, int] | None = None) -> None:
+        said.append(text)
+
+    run(
+        source,
+        tmp_path / "out",
+        text.format(bound=free["value"] - errors * free["stderr"]),
+        progress=progress,
+    )
+    judged = takewhile(lambda line: "measuring which layers" not in line, said)
+    tokens = [line.split()[-2] for line in judged if line.startswith("int8: measuring quality on")]
+    assert tokens == ["512", "1024"][:texts]
 
 
 def test_layers_with_two_variants(source: Path, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ def quick(replace: Callable[[Any, str, Any], None] = setattr) -> None:
     replace(speed, "MAX_ROUNDS", 2)
     replace(kernel_times, "REPEATS", 1)
     replace(judge, "PASS_TOKENS", 512)
+    replace(judge, "NEAR_TOKENS", 1024)
     replace(objective, "TOLERANCE", math.inf)
     replace(targets, "detect", lambda refresh=False: TARGET)
     if "OPTKIT_CACHE" in os.environ:

@@ -8,6 +8,9 @@
 // Activations are u8 with zero point 128 (vpdpbusd is u8 x s8). `(q - 128) . w = q . w - 128 * sum(w)`: accumulators
 // start at the second term, `offset`, which is computed here.
 //
+// After the offsets there is a byte for each panel, 1 where all pairs of neighbouring weights fit (MOST_OF_TWO
+// in int8.h): AVX2 multiplies those by an instruction that would saturate with others.
+//
 // Arithmetic, the same in every variant so that all give the same bits: int32 sums are exact in any order; then,
 // group by group in order, `sum = fma(float(accumulator), scale * weight_scale, sum)`, and for weights with minimums
 // (int4.cpp) `sum = fma(scale * sum of the activations, minimum, sum)`; then the bias is added.
@@ -16,6 +19,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 
 #include "dispatch.h"
@@ -111,6 +115,7 @@ Panel panel_of(const Linear& p, int64_t i, int64_t rows, GrowingMemory& memory) 
     const uint8_t* stored = p.weight_scale + i * scale_bytes(p.groups, p.half);
     const int32_t* offset = p.offset + i * p.groups * PANEL;
     Panel panel{i * PANEL, weight, offset, reinterpret_cast<const float*>(stored), nullptr, weight + bytes, STEP_BYTES};
+    panel.pairs_fit = p.pairs_fit && p.pairs_fit[i];
     if (!p.half) return panel;
     if (base_isa() == Isa::avx512_vnni && rows > FEW_ROWS) {
         panel.half = reinterpret_cast<const uint16_t*>(stored);
@@ -128,14 +133,18 @@ Linear packed_linear(const uint8_t* blob, const uint8_t* weight_scale, bool half
                      int64_t n, int64_t k, int64_t groups) {
     const int64_t steps = divide_up(k, STEP);
     const auto* weight = reinterpret_cast<const int8_t*>(blob);
-    const auto* offset = reinterpret_cast<const int32_t*>(blob + divide_up(n, PANEL) * steps * STEP_BYTES);
-    return {nullptr, 0, nullptr, weight, offset, weight_scale, half, bias, out, n, steps, groups, steps / groups};
+    const int64_t panels = divide_up(n, PANEL);
+    const auto* offset = reinterpret_cast<const int32_t*>(blob + panels * steps * STEP_BYTES);
+    const auto* pairs_fit = reinterpret_cast<const uint8_t*>(offset + panels * groups * PANEL);
+    return {nullptr, 0,    nullptr, weight, offset, weight_scale,   half,
+            bias,    out,  n,       steps,  groups, steps / groups, pairs_fit};
 }
 
 Linear from_panel(const Linear& p, int64_t panel, int64_t n) {
     Linear part = p;
     part.weight += panel * p.steps * STEP_BYTES;
     part.offset += panel * p.groups * PANEL;
+    if (p.pairs_fit) part.pairs_fit += panel;
     part.weight_scale += panel * scale_bytes(p.groups, p.half);
     part.n = n;
     return part;
@@ -204,14 +213,24 @@ void pack_panel(const int8_t* weight, int64_t first, int64_t n, int64_t k, int64
     for (int64_t c = 0; c < channels; ++c) pack_channel(weight + (first + c) * k, c, k, groups, packed, offset);
 }
 
+// True where the pairs of all channels of a packed panel fit.
+bool all_pairs_fit(const int8_t* packed, int64_t steps) {
+    int most = 0;
+    for (int64_t i = 0; i < steps * STEP_BYTES; i += 2) most = std::max(most, std::abs(packed[i] + packed[i + 1]));
+    return most <= MOST_OF_TWO;
+}
+
 }  // namespace
 }  // namespace optkit
 
 using namespace optkit;
 
-// Bytes of the packed weight: all panels' steps, then all panels' offsets.
+// Bytes of the packed weight: all panels' steps, then all panels' offsets, then a byte a panel, in whole cache lines.
 OPTKIT_API int64_t optkit_w8_bytes(int64_t n, int64_t k, int64_t groups) {
-    return divide_up(n, PANEL) * (divide_up(k, STEP) * STEP_BYTES + groups * PANEL * int64_t{4});
+    constexpr int64_t LINE = 64;
+    const int64_t panels = divide_up(n, PANEL);
+    const int64_t panel_bytes = divide_up(k, STEP) * STEP_BYTES + groups * PANEL * int64_t{4};
+    return panels * panel_bytes + divide_up(panels, LINE) * LINE;
 }
 
 // Pack `weight` int8 [n, k] into `blob` of optkit_w8_bytes(n, k, groups) bytes.
@@ -219,9 +238,12 @@ OPTKIT_API void optkit_pack_w8(const int8_t* weight, uint8_t* blob, int64_t n, i
     const int64_t panels = divide_up(n, PANEL), bytes = divide_up(k, STEP) * STEP_BYTES;
     auto* steps = reinterpret_cast<int8_t*>(blob);
     auto* offset = reinterpret_cast<int32_t*>(blob + panels * bytes);
+    auto* fit = reinterpret_cast<uint8_t*>(offset + panels * groups * PANEL);
     parallel_for(panels, even_chunk(panels, threads), threads, [&](int64_t first, int64_t last) {
-        for (int64_t i = first; i < last; ++i)
+        for (int64_t i = first; i < last; ++i) {
             pack_panel(weight, i * PANEL, n, k, groups, steps + i * bytes, offset + i * groups * PANEL);
+            fit[i] = all_pairs_fit(steps + i * bytes, divide_up(k, STEP));
+        }
     });
 }
 

@@ -20,6 +20,7 @@ struct Linear {
     int64_t steps;        // of the whole row
     int64_t groups;       // 1: one scale a row and output channel
     int64_t group_steps;  // steps / groups
+    const uint8_t* pairs_fit = nullptr;  // [panels]: 1 where no pair of products leaves 16 bits; null: unknown
     const float* sums = nullptr;  // [M][groups]: scale * sum of the group's (q - 128), for panels with minimums
 };
 
@@ -33,15 +34,21 @@ struct Panel {
     const void* next;           // memory to fetch meanwhile, `next_step` bytes for each step of this panel
     int64_t next_step;
     const uint16_t* half = nullptr;  // the scales in float16 for variants that widen them themselves; else null
+    bool pairs_fit = false;          // any two neighbours add up to MOST_OF_TWO at most
 };
 
 // Panel `i` of an int8 weight for `rows` rows. Scales in float16 are widened into `memory`, or left to tiles of AVX-512.
 Panel panel_of(const Linear& p, int64_t i, int64_t rows, GrowingMemory& memory);
 
+// Neighbouring weights a and b with |a + b| up to here: x * a + y * b fits 16 bits for any bytes x and y. With one sign that is
+// 255 * 128 < 2^15 at most, with two signs 255 * 128 for the greater one alone.
+constexpr int MOST_OF_TWO = 128;
+
 // out[row .. row + rows) of one panel. Each row's result depends on nothing but that row.
 using LinearRows = void (*)(const Linear&, const Panel&, int64_t row, int64_t rows);
 void linear_portable(const Linear& p, const Panel& panel, int64_t row, int64_t rows);
 void linear_avx2(const Linear& p, const Panel& panel, int64_t row, int64_t rows);
+void linear_pairs_avx2(const Linear& p, const Panel& panel, int64_t row, int64_t rows);  // of panels whose pairs fit
 void linear_avx_vnni(const Linear& p, const Panel& panel, int64_t row, int64_t rows);
 void linear_avx512(const Linear& p, const Panel& panel, int64_t row, int64_t rows);
 void linear_amx(const Linear& p, const Panel& panel, int64_t row, int64_t rows);

@@ -18,7 +18,7 @@ from optkit.kernels.cpu.emit import Emitter, Quantization, Result, quantized_buf
 from optkit.kernels.cpu.program import Builder, Size, View
 from optkit.kernels.kernel import Kernel
 
-PANEL, STEP = 32, 4  # of the packed layout, as in int8.h
+PANEL, STEP, MOST_OF_TWO = 32, 4, 128  # as in int8.h
 GROUPS = "one group, or groups of whole 4 channels"
 WHOLE_GROUPS = "groups of whole 4 channels"
 
@@ -51,6 +51,12 @@ def pack_scales(scale: Tensor) -> Tensor:
 def is_half(packed_scale: Tensor) -> bool:
     """True for scales that ``pack_scales`` has packed as float16."""
     return packed_scale.shape[-1] == PANEL * torch.float16.itemsize
+
+
+def pairs_fit(weight: Tensor) -> bool:
+    """True where any two neighbours of codes [N, K] add up to 128 at most: AVX2 multiplies these panels faster."""
+    even, odd = (weight[:, first : weight.shape[1] // 2 * 2 : 2].to(torch.int16) for first in (0, 1))
+    return not even.numel() or int(even.add_(odd).abs_().max()) <= MOST_OF_TWO
 
 
 def half_if_exact(value: Tensor) -> Tensor:
@@ -173,7 +179,9 @@ def embedding_w8(ids: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
 def packed_channels(weight: Tensor, weight_scale: Tensor) -> int:
     """The input channels, a multiple of ``STEP``, of a weight packed by ``pack``."""
     panels, groups, _ = weight_scale.shape
-    return len(weight) * weight.shape[1] // (panels * PANEL) - 4 * groups
+    # Channels and offsets of an output channel, and up to 3 bytes more: the ends of blob and rows.
+    bytes_each = len(weight) * weight.shape[1] // (panels * PANEL)
+    return bytes_each // STEP * STEP - 4 * groups
 
 
 def quantize_per_token(x: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:

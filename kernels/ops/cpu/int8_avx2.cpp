@@ -10,7 +10,8 @@
 // hold weights, 1 a row's pair and 1 a product.
 //
 // Few rows wait for memory. One or two take a whole panel, so that bytes are read in the order of memory; of more, the
-// first tile asks for the next panel.
+// first tile asks for the next panel. Three rows and more of panels whose pairs of weights fit 16 bits have tiles of their
+// own (int8_pairs_avx2.cpp).
 #include "scratch.h"
 #include "ymm_tile.h"
 
@@ -169,16 +170,27 @@ OPTKIT_AVX2 void rows_of_panel(const Linear& p, Panel panel, Pairs x, int64_t ro
     }
 }
 
+OPTKIT_INLINE bool by_pairs(const Panel& panel, int64_t rows) { return panel.pairs_fit && rows > WHOLE_ROWS; }
+
 }  // namespace
 
 void linear_avx2(const Linear& p, const Panel& panel, int64_t row, int64_t rows) {
+    if (by_pairs(panel, rows)) return linear_pairs_avx2(p, panel, row, rows);
     rows_of_panel(p, panel, widened_rows(p, row, rows), row, rows);
 }
 
 void linear_panels_avx2(const Linear& p, int64_t from, int64_t to, int64_t row, int64_t rows) {
-    const Pairs x = widened_rows(p, row, rows);
+    Pairs x{};  // widened when the first panel needs them
     thread_local GrowingMemory scratch;
-    for (int64_t i = from; i < to; ++i) rows_of_panel(p, panel_of(p, i, rows, scratch), x, row, rows);
+    for (int64_t i = from; i < to; ++i) {
+        const Panel panel = panel_of(p, i, rows, scratch);
+        if (by_pairs(panel, rows)) {
+            linear_pairs_avx2(p, panel, row, rows);
+            continue;
+        }
+        if (!x.at) x = widened_rows(p, row, rows);
+        rows_of_panel(p, panel, x, row, rows);
+    }
 }
 
 }  // namespace optkit

@@ -127,6 +127,11 @@ def isa() -> str:
     return isas(loaded)[loaded.optkit_isa()]
 
 
+def gains_by_reduced_range() -> bool:
+    """True where int8 weights with pairs that fit 16 bits are multiplied faster (int8_pairs_avx2.cpp)."""
+    return available() and isa() == "avx2"
+
+
 def isas(loaded: ctypes.CDLL) -> list[str]:
     """The names of ``isas.h`` in the order of the file, as compiled into ``loaded``."""
     names = iter(map(loaded.optkit_isa_name, itertools.count()).__next__, None)

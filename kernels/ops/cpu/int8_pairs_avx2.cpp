@@ -1,0 +1,98 @@
+// int8 linear layers with AVX2 for panels whose pairs of weights fit 16 bits; see MOST_OF_TWO in int8.h, and int8.cpp for
+// the layout and the arithmetic.
+//
+// vpmaddubsw adds the products of two u8 and two s8 in 16 bits. It saturates with weights like (127, 127), and is exact
+// with these. A vpmaddwd by ones then adds the two pairs of a step into the 32-bit lane of an output channel. For 32
+// products that are 3 instructions on the bytes as they lie; any weights take 4 on widened ones (int8_avx2.cpp).
+#include "ymm_tile.h"
+
+#if OPTKIT_X86
+
+namespace optkit {
+namespace {
+
+constexpr int ROWS = 4, C = 2;      // of a tile: rows, and registers of 8 output channels, half a panel
+constexpr int64_t SHORT_STEPS = 8;  // of a short group, for which a tile has no loop
+
+// One step of row r and the rows after it. Rows go by recursion: gcc keeps an array in registers only where its indices are
+// constants from the start.
+template <int R, int r = 0>
+OPTKIT_AVX2 OPTKIT_INLINE void add_step(Lanes (&a)[R][C], const uint8_t* q, int64_t stride, const __m256i (&w)[C]) {
+    const __m256i x = broadcast(q + r * stride), ones = _mm256_set1_epi16(1);
+#pragma GCC unroll 2
+    for (int c = 0; c < C; ++c) {
+        a[r][c] += (Lanes)_mm256_madd_epi16(_mm256_maddubs_epi16(x, w[c]), ones);
+        asm("" : "+x"(a[r][c]));  // gcc would add products first, for which registers are missing
+    }
+    if constexpr (r + 1 < R) add_step<R, r + 1>(a, q, stride, w);
+}
+
+// One group of R rows. AHEAD: each step asks for its bytes from `ahead` on.
+template <int R, bool AHEAD>
+OPTKIT_AVX2 OPTKIT_INLINE void accumulate(Lanes (&a)[R][C], const uint8_t* q, int64_t stride, const int8_t* w,
+                                          int64_t steps, const int8_t* ahead) {
+#pragma GCC unroll 8
+    for (int64_t s = 0; s < steps; ++s, q += STEP, w += STEP_BYTES, ahead += STEP_BYTES) {
+        if (AHEAD) __builtin_prefetch(ahead);
+        const __m256i four[C] = {(__m256i)load(w), (__m256i)load(w + COLUMNS * STEP)};
+        add_step<R>(a, q, stride, four);
+    }
+}
+
+// R rows of half the panel from output channel `column` on. SHORT: groups have SHORT_STEPS.
+template <int R, bool AHEAD, bool SHORT>
+OPTKIT_AVX2 void tile(const Linear& p, const Panel& panel, int64_t column, int64_t row, const int8_t* ahead) {
+    constexpr int64_t WIDTH = C * COLUMNS;
+    const int64_t steps = SHORT ? SHORT_STEPS : p.group_steps, group_bytes = steps * STEP_BYTES;
+    const uint8_t* q = p.q + row * p.q_stride;
+    const int8_t* w = panel.weight + column * STEP;
+    const int32_t* offset = panel.offset + column;
+    const float *weight_scale = panel.weight_scale + column, *scale = p.scale + row * p.groups;
+    alignas(32) float sums[R * WIDTH] = {};
+    ahead += column * STEP;
+    for (int64_t g = 0; g < p.groups; ++g, w += group_bytes, ahead += group_bytes, q += steps * STEP) {
+        Lanes a[R][C];
+#pragma GCC unroll 2
+        for (int c = 0; c < C; ++c)
+#pragma GCC unroll 4
+            for (int r = 0; r < R; ++r) a[r][c] = load(offset + c * COLUMNS);
+        accumulate<R, AHEAD>(a, q, p.q_stride, w, steps, ahead);
+#pragma GCC unroll 2
+        for (int c = 0; c < C; ++c) {
+            const __m256 scales = _mm256_loadu_ps(weight_scale + c * COLUMNS);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; ++r) {
+                float* sum = sums + r * WIDTH + c * COLUMNS;
+                const __m256 product = _mm256_mul_ps(_mm256_set1_ps(scale[r * p.groups]), scales);
+                const __m256 total = _mm256_cvtepi32_ps((__m256i)a[r][c]);
+                _mm256_store_ps(sum, _mm256_fmadd_ps(total, product, _mm256_load_ps(sum)));
+            }
+        }
+        offset += PANEL, weight_scale += PANEL, ++scale;
+    }
+    store<R, WIDTH>(sums, p, row, panel.first + column);
+}
+
+using Tile = void (*)(const Linear&, const Panel&, int64_t, int64_t, const int8_t*);
+template <bool AHEAD, bool SHORT>
+constexpr Tile TILES[ROWS] = {tile<1, AHEAD, SHORT>, tile<2, AHEAD, SHORT>, tile<3, AHEAD, SHORT>, tile<4, AHEAD, SHORT>};
+
+}  // namespace
+
+void linear_pairs_avx2(const Linear& p, const Panel& panel, int64_t row, int64_t rows) {
+    const bool is_short = p.group_steps == SHORT_STEPS;
+    const Tile* later = is_short ? TILES<false, true> : TILES<false, false>;
+    const Tile* tiles = is_short ? TILES<true, true> : TILES<true, false>;  // the first tile asks for the next panel
+    const int8_t* next = panel.weight + p.steps * STEP_BYTES;
+    for (int64_t left = divide_up(rows, ROWS); left > 0; --left, tiles = later) {  // of nearly equal height
+        const int64_t now = divide_up(rows, left);
+        for (int64_t column = 0; column < PANEL && panel.first + column < p.n; column += C * COLUMNS)
+            tiles[now - 1](p, panel, column, row, next);
+        row += now;
+        rows -= now;
+    }
+}
+
+}  // namespace optkit
+
+#endif
