@@ -48,11 +48,11 @@ def test_every_level_of_x86_runs_emulated() -> None:
 
 
 @SETTINGS
-@given(test_int8.layers(), st.booleans(), st.booleans(), st.integers(1, 4))
+@given(test_int8.layers(), st.booleans(), st.booleans(), st.integers(1, 4), st.sampled_from(test_int8.FITS))
 def test_int8_linear_has_the_same_bits_at_every_level(
-    layer: tuple[int, int, int, int, int], biased: bool, half: bool, threads: int
+    layer: tuple[int, int, int, int, int], biased: bool, half: bool, threads: int, fit: str
 ) -> None:
-    test_int8.test_linear.hypothesis.inner_test(layer, biased, half, threads)
+    test_int8.test_linear.hypothesis.inner_test(layer, biased, half, threads, fit)
 
 
 @pytest.mark.parametrize(
