@@ -53,12 +53,6 @@ def is_half(packed_scale: Tensor) -> bool:
     return packed_scale.shape[-1] == PANEL * torch.float16.itemsize
 
 
-def pairs_fit(weight: Tensor) -> bool:
-    """True where any two neighbours of codes [N, K] add up to 128 at most: AVX2 multiplies these panels faster."""
-    even, odd = (weight[:, first : weight.shape[1] // 2 * 2 : 2].to(torch.int16) for first in (0, 1))
-    return not even.numel() or int(even.add_(odd).abs_().max()) <= MOST_OF_TWO
-
-
 def half_if_exact(value: Tensor) -> Tensor:
     """``value`` in float16 where the numbers stay the same, else in float32."""
     value = value.to(torch.float32)
