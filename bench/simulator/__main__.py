@@ -9,13 +9,17 @@ TTFT p95 and output tokens/s is the geometric mean over rounds, with the 95 % in
 15 %. A single round shows little: a slow second at 70 % load doubles the p95, and a machine that is 15 % slower a
 minute after the calibration has a third more waiting. Exit code 1 for a missed bound.
 
-``--rank N`` measures N settings, too, with a server for each, in rounds of new arrivals. The ranking of a round is
-right where each of the three settings with the least simulated costs is among the three least measured costs, or above
-the third by at most ``SAME`` and the noise of the measurement at 95 %; four rounds of five have to be right. The noise
-is the spread of the logarithms of the costs beside the mean of each setting and of each round; above ``MOST_NOISE``
-nothing is shown. The cost is by mean latencies at half of the capacity (``--rank-slo``, ``--rank-share``): the p95 of
-60 requests at a higher load has a noise of 25 % on a machine with neighbours. The settings are spread evenly over the
-simulated costs. All servers run at once, so the settings are those with the recipe's own KV pool.
+``--rank N`` measures N settings, too, with a server for each, in rounds of new arrivals. A round is measured
+``--repeats`` times with the same arrivals and new prompts; the cost of a setting is the geometric mean. The ranking of
+a round is right where each of the three settings with the least simulated costs is among the three least measured
+costs, or above the third by at most ``SAME`` and the noise of the measurement at 95 %; four rounds of five have to be
+right. The noise is the spread of the logarithms of repeats, divided by the root of their number; above ``MOST_NOISE``
+nothing is shown, nor where too many of all possible choices of three settings would be right, too (``MOST_CHANCE``).
+
+The arrivals of rankings come in bursts, so that requests wait and settings differ. The cost is by mean latencies at
+half of the capacity (``--rank-slo``, ``--rank-share``): the p95 of 60 requests at a higher load has a noise of 25 % on
+a machine with neighbours. The settings differ in the simulator and are spread evenly over the simulated costs. All
+servers run at once, so the settings are those with the recipe's own KV pool.
 
 The result is saved after each part.
 """
@@ -51,6 +55,7 @@ def main() -> int:
         "--rank-slo", type=slo_of, default="ttft_mean<250ms,tpot_mean<25ms", help="the objective"
     )
     parser.add_argument("--rounds", type=int, default=5, help="of new arrivals")
+    parser.add_argument("--repeats", type=int, default=2, help="of a ranking's arrivals, with new prompts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-result", type=Path)
     given = parser.parse_args()
@@ -58,6 +63,8 @@ def main() -> int:
         parser.error(f"--rank: a ranking has more than {TOP} settings")
     if given.rounds < 1:
         parser.error("--rounds: at least 1")
+    if given.repeats < 2:
+        parser.error("--repeats: at least 2, for the noise of the measurement")
     if given.save_result:
         check_place(given.save_result)
     machine = OneArtifact(given.artifact, Shape(given.input_len, given.output_len, Load(rate=1.0)))
@@ -74,10 +81,12 @@ def main() -> int:
         result["calibration"] = known.to_dict()
         rate = given.rank_share * machine.capacity(known, given.seed)
         machine.shape = Shape(given.input_len, given.output_len, Load(rate=rate))
-        found = rank(machine, known, given.rank_slo, given.rank, given.num_prompts, given.seed, given.rounds)
-        result["ranking"] = found
-        print(f"rankings right: {found['right']}; noise of a cost {found['noise']:.1%}", flush=True)
-        result["missed"] += missed_ranking(found)
+        count, rounds, repeats = given.num_prompts, given.rounds, given.repeats
+        for found in rank(machine, known, given.rank_slo, given.rank, count, given.seed, rounds, repeats):
+            result["ranking"] = found
+            print(f"rankings right: {found['right']}; noise of a cost {found['noise']:.1%}", flush=True)
+            save(given.save_result, result)
+        result["missed"] += missed_ranking(result["ranking"])
         save(given.save_result, result)
     for missed in result["missed"]:
         print("MISSED", missed)

@@ -49,10 +49,10 @@ class OneArtifact(Machine):
         print(f"in {known.seconds:.0f} s", flush=True)
         return known
 
-    def capacity(self, known: Calibration, seed: int) -> float:
-        """The simulated capacity of the recipe's own setting, in requests a second."""
+    def capacity(self, known: Calibration, seed: int, setting: Setting = SETTING) -> float:
+        """The simulated capacity of ``setting``, by default the recipe's own, in requests a second."""
         probe = at_rate(self, 1.0, 48, seed).requests
-        return capacity(self.scheduler_config(SETTING), known.costs, probe, known.overheads, known.pace)
+        return capacity(self.scheduler_config(setting), known.costs, probe, known.overheads, known.pace)
 
     @contextmanager
     def serving_all(self, *settings: Setting) -> Iterator[Run]:
@@ -74,8 +74,10 @@ class OneArtifact(Machine):
             yield answered
 
 
-def at_rate(machine: OneArtifact, rate: float, count: int, seed: int) -> RequestSchedule:
-    """``count`` requests at ``rate``."""
+def at_rate(
+    machine: OneArtifact, rate: float, count: int, seed: int, repeat: int = 0, burstiness: float = 1.0
+) -> RequestSchedule:
+    """``count`` requests at ``rate``. Repeats of a seed have the same arrivals and other prompts."""
     shape = machine.shape
-    config = WorkloadConfig(count, shape.input_len, shape.output_len, None, rate, seed)
-    return workload.build(config, machine.ids())
+    config = WorkloadConfig(count, shape.input_len, shape.output_len, None, rate, seed, burstiness)
+    return workload.build(config, machine.ids(), repeat, arrival_round=0)
