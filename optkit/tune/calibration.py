@@ -101,10 +101,12 @@ class ProbeRun:
 Probes = Sequence[ProbeRun]
 
 
-def _error(config: SchedulerConfig, costs: StepCosts, guess: Overheads, runs: Probes) -> float:
-    """Sum of squared relative errors of the simulated ``runs``."""
+def _error(config: SchedulerConfig, costs: StepCosts, guess: Overheads, runs: Probes, most: float) -> float:
+    """Sum of squared relative errors of the simulated ``runs``; further runs are left out once it is above ``most``."""
     total = 0.0
     for run in runs:
+        if total > most:
+            break
         found = run.levels(run.simulated(config, costs, guess))
         total += float(np.sum((np.log(found) - np.log(run.measured)) ** 2))
     return total
@@ -119,11 +121,15 @@ def fit_server(config: SchedulerConfig, costs: StepCosts, runs: Probes) -> tuple
     (``SLOWNESS_PRICE``): without it, faster steps and larger overheads explain the same numbers. The start are two
     lines: excess time per token over clients, and excess TTFT of a single client over its prompt.
     """
-    slowness, best = 1.0, _lines(config, costs, runs)
+    slowness, best, least = 1.0, _lines(config, costs, runs), math.inf
+    tried: set[tuple[float, Overheads]] = set()
 
     def error(slowness: float, guess: Overheads) -> float:
+        if (slowness, guess) in tried:
+            return math.inf
+        tried.add((slowness, guess))
         price = SLOWNESS_PRICE * math.log(slowness) ** 2
-        return price + _error(config, costs.scaled(slowness), guess, runs)
+        return price + _error(config, costs.scaled(slowness), guess, runs, least - price)
 
     least = error(slowness, best)
     for factors in (SCALES, SCALES, FINE_SCALES, FINE_SCALES):

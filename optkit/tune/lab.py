@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,10 +30,10 @@ from optkit.recipe.engine_options import engine_options
 from optkit.recipe.schema import Accept, Recipe
 from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.simulation.pace import recorded
-from optkit.simulation.step_costs import fit
+from optkit.simulation.step_costs import MeasuredStep, fit
 from optkit.tune.calibration import Calibration, ProbeRun, fit_server
 from optkit.tune.settings import Setting
-from optkit.tune.step_times import steps_in_a_process
+from optkit.tune.step_times import step_process, steps_in_a_process
 
 if TYPE_CHECKING:
     from optkit.checkpoint.locate import ModelSource
@@ -183,31 +183,50 @@ class Machine:
         """A ``Calibration`` of the artifact of ``name``: steps before and after requests to a server.
 
         The speed of a shared machine changes within a minute; the mean of both is near that of the requests between.
+        The engine that measures steps loads while the server starts, where the memory has room for both.
         """
         start = time.monotonic()
-        directory = self.artifact(name)
-        steps = steps_in_a_process(directory, {}, CALIBRATION_SECONDS)
         plain = Setting(name)
-        runs = []
-        with self.serving([plain]) as (run, failed):
-            if failed:
-                raise UserError(failed[plain], where=name)
-
-            def probe(config: WorkloadConfig) -> ProbeRun:
-                schedule = workload.build(config, self.ids())
-                records = run(plain, schedule, CALIBRATION_SECONDS)
-                refuse_failures(records, f"calibration of {name}")
-                return ProbeRun(config.max_concurrency, schedule.requests, records)
-
-            for number, (clients, length, output, count) in enumerate(PROBES):
-                runs.append(probe(WorkloadConfig(count, length, output, clients, None, 900_000 + number)))
-            (length, output, count), saturated = OPEN_PROBE, runs[-1].records
-            rate = 0.5 * len(saturated) / span(saturated)
-            runs.append(probe(WorkloadConfig(count, length, output, None, rate, 900_000 + len(PROBES))))
-        steps += steps_in_a_process(directory, {}, CALIBRATION_SECONDS)
+        directory, seconds = self.artifact(name), CALIBRATION_SECONDS
+        steps: list[MeasuredStep] = []
+        runs: list[ProbeRun] = []
+        with ExitStack() as stack:
+            measure: Callable[[], list[MeasuredStep]]
+            if self.without_room(plain, beside=1):
+                measure = partial(steps_in_a_process, directory, {}, seconds)
+                steps += measure()
+            else:
+                measure = stack.enter_context(step_process(directory, {}, seconds))
+            with self.serving([plain]) as (run, failed):
+                if failed:
+                    raise UserError(failed[plain], where=name)
+                steps = steps or measure()
+                runs = self.probe(plain, run)
+            steps += measure()
         limits = self.scheduler_config(plain)
         costs, added = fit_server(limits, fit(steps), runs)
         return Calibration(costs, added, time.monotonic() - start, recorded(steps)).to_dict()
+
+    def probe(self, setting: Setting, run: Run) -> list[ProbeRun]:
+        """The runs of a calibration: clients without pauses, then requests at random times.
+
+        Raises:
+            UserError: a request fails.
+        """
+
+        def measured(config: WorkloadConfig) -> ProbeRun:
+            schedule = workload.build(config, self.ids())
+            records = run(setting, schedule, CALIBRATION_SECONDS)
+            refuse_failures(records, f"calibration of {setting.key}")
+            return ProbeRun(config.max_concurrency, schedule.requests, records)
+
+        runs = [
+            measured(WorkloadConfig(count, length, output, clients, None, 900_000 + number))
+            for number, (clients, length, output, count) in enumerate(PROBES)
+        ]
+        (length, output, count), saturated = OPEN_PROBE, runs[-1].records
+        rate = 0.5 * len(saturated) / span(saturated)
+        return [*runs, measured(WorkloadConfig(count, length, output, None, rate, 900_000 + len(PROBES)))]
 
     def scheduler_config(self, setting: Setting) -> SchedulerConfig:
         from optkit.runtime import factory

@@ -5,17 +5,21 @@ steps: prefill chunks of several sizes and contexts, decodes of 1 to ``max_num_s
 both in a step. The content of the KV has no influence on the time, so a context costs nothing to make. Layers with a
 window, and recurrent states, are measured without a context.
 
-The command ``python -m optkit.tune.step_times ARTIFACT`` prints the measured steps as JSON: a calling process stays
-small.
+``python -m optkit.tune.step_times ARTIFACT`` loads the artifact and, for each line of its input, prints steps measured
+anew as a line of JSON: a calling process stays small (``step_process``).
 """
 
 from __future__ import annotations
 
 import json
+import os
+import select
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -125,33 +129,65 @@ def measure_step(engine: Engine, items: Sequence[Item]) -> MeasuredStep:
 
 
 def steps_in_a_process(artifact: Path, options: dict[str, Any], timeout: float) -> list[MeasuredStep]:
-    """Steps of ``artifact``, measured in a child process.
+    """Steps of ``artifact``, measured once in a child process (``step_process``).
 
     Raises:
         UserError: the engine does not load, or the time is over.
     """
+    with step_process(artifact, options, timeout) as measure:
+        return measure()
+
+
+@contextmanager
+def step_process(
+    artifact: Path, options: dict[str, Any], timeout: float
+) -> Iterator[Callable[[], list[MeasuredStep]]]:
+    """A context with a child process that loads ``artifact``; each call of the value measures steps there.
+
+    The first call waits for the end of loading, too. A call takes up to ``timeout`` seconds.
+
+    Raises:
+        UserError: by a call: the engine does not load, or the time is over.
+    """
     command = [sys.executable, "-m", "optkit.tune.step_times", str(artifact), json.dumps(options)]
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            timeout=timeout,
-            stdin=subprocess.DEVNULL,
-            check=False,
-            preexec_fn=end_with_parent,
-        )
-    except subprocess.TimeoutExpired as error:
-        what = f"calibration did not end within {timeout:.0f} s"
-        raise UserError(what, where=str(artifact), fix="give a larger --budget") from error
-    if done.returncode:
-        text = " ".join(done.stderr.decode(errors="replace").split())[-600:]
-        raise UserError(f"calibration failed: {text}", where=str(artifact))
-    data = json.loads(done.stdout.decode().splitlines()[-1])
-    return [MeasuredStep(StepShape(**shape), seconds, start) for shape, seconds, start in data]
+    pipe = subprocess.PIPE
+    with (
+        tempfile.TemporaryFile() as errors,
+        subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=errors, preexec_fn=end_with_parent
+        ) as process,
+    ):
+        assert process.stdin is not None and process.stdout is not None
+        questions, answers = process.stdin.fileno(), process.stdout
+
+        def measure() -> list[MeasuredStep]:
+            try:
+                os.write(questions, b"\n")
+            except BrokenPipeError:  # ended while it loaded; the reason is in ``errors``
+                pass
+            else:
+                if not select.select([answers], [], [], timeout)[0]:
+                    what = f"calibration did not end within {timeout:.0f} s"
+                    raise UserError(what, where=str(artifact), fix="give a larger --budget")
+            line = answers.readline()
+            if not line:
+                errors.seek(0)
+                text = " ".join(errors.read().decode(errors="replace").split())[-600:]
+                raise UserError(f"calibration failed: {text}", where=str(artifact))
+            rows = json.loads(line)
+            return [MeasuredStep(StepShape(**shape), seconds, start) for shape, seconds, start in rows]
+
+        try:
+            yield measure
+        finally:
+            process.kill()
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the measured steps of an artifact as JSON. Arguments: the directory, and engine options as JSON."""
+    """For each line of the standard input, print measured steps of an artifact as a line of JSON.
+
+    Arguments: the directory of the artifact, and engine options as JSON.
+    """
     import torch
 
     from optkit.runtime.factory import open_engine
@@ -159,8 +195,13 @@ def main(arguments: Sequence[str]) -> None:
 
     options = json.loads(arguments[1]) if len(arguments) > 1 else {}
     torch.set_num_threads(options.get("threads") or cores())
-    found = measure_steps(open_engine(arguments[0], **options))
-    sys.stdout.write(json.dumps([[asdict(step.shape), step.seconds, step.start] for step in found]) + "\n")
+    engine = open_engine(arguments[0], **options)
+    for _ in sys.stdin:
+        found = measure_steps(engine)
+        sys.stdout.write(
+            json.dumps([[asdict(step.shape), step.seconds, step.start] for step in found]) + "\n"
+        )
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

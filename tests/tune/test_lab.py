@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,9 +93,11 @@ def mean_ttft(records: Sequence[RequestRecord]) -> float:
     return float(np.mean([r.first_token - r.send for r in records if r.first_token is not None]))
 
 
-@pytest.mark.parametrize("pace", [STEADY, Pace((1.3, 1.7), (1.0, 1.6))])
+@pytest.mark.parametrize(
+    ("pace", "room"), [(STEADY, True), (Pace((1.3, 1.7), (1.0, 1.6)), True), (STEADY, False)]
+)
 def test_a_calibration_predicts_latencies_of_a_machine_with_slow_seconds(
-    pace: Pace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pace: Pace, room: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Mean TTFT within 8 % at another load and other lengths than those of the calibration."""
     truth = Overheads(0.006, 3e-5, 4e-4, 3e-4)
@@ -107,8 +109,13 @@ def test_a_calibration_predicts_latencies_of_a_machine_with_slow_seconds(
         def ids(self) -> list[int]:
             return list(range(50_000))
 
+        def without_room(self, setting: Setting, beside: int) -> str:
+            return "" if room else "no memory"
+
         @contextmanager
         def serving(self, settings: Sequence[Setting]) -> Iterator[Any]:
+            done.append("server")
+
             def run(_setting: Setting, schedule: RequestSchedule, _limit: float) -> list[RequestRecord]:
                 clients = schedule.config.max_concurrency
                 found = simulate(
@@ -117,12 +124,21 @@ def test_a_calibration_predicts_latencies_of_a_machine_with_slow_seconds(
                 return found.records
 
             yield run, {}
+            done.append("end")
 
+    def steps(*_arguments: Any) -> list[MeasuredStep]:
+        done.append("steps")
+        return steps_at(pace, 3.0, next(starts))
+
+    done: list[str] = []
     starts = iter((0.0, 60.3))
-    monkeypatch.setattr("optkit.tune.lab.steps_in_a_process", lambda *_: steps_at(pace, 3.0, next(starts)))
+    monkeypatch.setattr("optkit.tune.lab.steps_in_a_process", steps)
+    monkeypatch.setattr("optkit.tune.lab.step_process", lambda *_: nullcontext(steps))
     shape = Shape(256, 32, Load(rate=1.0))
     machine = KnownMachine("model", {"baseline": "baseline"}, tmp_path, shape, lambda _line: None)
     known = Calibration.from_dict(machine.calibrate("baseline"))
+    first = ["server", "steps"] if room else ["steps", "server"]  # two engines at once only where both fit
+    assert done == [*first, "end", "steps"]
     assert known.pace.mean == pytest.approx(pace.mean, rel=0.05)
     load = workload.build(WorkloadConfig(80, 256, 32, None, 2.0, 5), machine.ids())
     predicted = simulate(LIMITS, known.costs, load.requests, overheads=known.overheads, pace=known.pace)

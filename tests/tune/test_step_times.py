@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 
+from optkit.errors import UserError
 from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.simulation.step_costs import StepShape, fit
-from optkit.tune.step_times import measure_step, measure_steps, shapes
+from optkit.tune.step_times import measure_step, measure_steps, shapes, step_process
+from tests.support.hostile_artifact import native_artifact
 from tests.support.tiny_runtime import engine
 from tests.support.tuning_lab import LIMITS
 
@@ -63,3 +66,30 @@ def test_steps_are_measured_through_the_runner_and_leave_no_block_behind() -> No
     with pytest.raises(ValueError, match="no room"):
         measure_step(made, [(60, 60)] * 20)
     assert made.stats().kv_blocks_used == used
+
+
+def test_a_process_measures_steps_again_and_again_and_says_why_it_does_not_load(tmp_path: Path) -> None:
+    artifact = native_artifact(tmp_path)
+    with step_process(artifact, {}, 60.0) as measure:
+        first, second = measure(), measure()
+    assert {step.shape for step in first} == {step.shape for step in second}
+    assert first[-1].end <= second[0].start
+    with step_process(tmp_path / "none", {}, 60.0) as measure:
+        with pytest.raises(UserError, match=r"calibration failed: .*none"):
+            measure()
+        with pytest.raises(UserError, match="calibration failed"):  # after the end of the process, too
+            measure()
+
+
+def test_a_measurement_that_takes_too_long_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    silent = tmp_path / "python"
+    silent.write_text("#!/bin/sh\nexec sleep 60\n")
+    silent.chmod(0o700)
+    monkeypatch.setattr("sys.executable", str(silent))
+    with (
+        pytest.raises(UserError, match=r"did not end within 0 s.*--budget"),
+        step_process(Path("-"), {}, 0.2) as measure,
+    ):
+        measure()
