@@ -3,21 +3,21 @@
 Exit codes: 0 done, 1 a bug in optkit, 2 an error that the user can fix (also wrong usage), 130 interrupted. Codes
 above 2 belong to single commands (a missed SLO, a failed verification) and are listed in the command's help.
 
-The command modules are cheap to import: torch and transformers are imported inside the functions, so ``optkit
---help`` answers at once.
+Only the module of the command on the command line is imported, and help needs all of them. The modules are cheap to
+import: torch and transformers are imported inside the functions.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, NoReturn
 
 import typer
 
 from optkit import __version__
-from optkit.cli import console, recipe
+from optkit.cli import console
 from optkit.cli.help import PlainCommand, summary
 from optkit.errors import UserError
 from optkit.extras import explained
@@ -38,17 +38,8 @@ COMMANDS = {
     "report": "optkit.cli.report:report",
     "export": "optkit.cli.export:export",
     "doctor": "optkit.cli.doctor:doctor",
+    "recipe": "optkit.cli.recipe:app",
 }
-
-app = typer.Typer(
-    name="optkit",
-    help="Compile a language model for a short time to first token, measure every step, and serve the result.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
 
 
 def _print_version(asked: bool) -> None:
@@ -57,7 +48,6 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _options(
     debug: Annotated[
         bool, typer.Option("--debug", help="Show tracebacks of errors; allowed anywhere on the command line.")
@@ -70,21 +60,39 @@ def _options(
     """Compile a language model for a short time to first token, measure every step, and serve the result."""
 
 
-def _register() -> None:
-    for name, place in COMMANDS.items():
-        module, function = place.split(":")
-        command = getattr(importlib.import_module(module), function)
-        app.command(name, cls=PlainCommand, short_help=summary(command))(command)
-    app.add_typer(recipe.app, name="recipe")
+def application(names: Iterable[str] = COMMANDS) -> typer.Typer:
+    """The command line with the commands ``names``; the modules of others are not imported."""
+    app = typer.Typer(
+        name="optkit",
+        help="Compile a language model for a short time to first token, measure every step, and serve the result.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_options)
+    for name in names:
+        module, attribute = COMMANDS[name].split(":")
+        command = getattr(importlib.import_module(module), attribute)
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
+        else:
+            app.command(name, cls=PlainCommand, short_help=summary(command))(command)
+    return app
 
 
-_register()
+def commands_of(arguments: Sequence[str]) -> Iterable[str]:
+    """The command of a command line; all where there is none, or an unknown one, for help and suggestions."""
+    word = next((word for word in arguments if not word.startswith("-")), "")
+    return [word] if word in COMMANDS else COMMANDS
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run a command line and return the exit code."""
     debug = "--debug" in arguments
     try:
+        app = application(commands_of(arguments))
         app([word for word in arguments if word != "--debug"], prog_name="optkit")
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else int(done.code is not None)

@@ -46,7 +46,7 @@ def test_help_of_a_command_is_complete_when_the_terminal_is_narrow(
 
 def parameters(name: str) -> list[Any]:
     """The options and arguments of a command."""
-    command = typer.main.get_command(main.app)
+    command = typer.main.get_command(main.application())
     for part in name.split():
         command = command.commands[part]  # type: ignore[attr-defined]
     return command.params

@@ -30,7 +30,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> dict[str, BaseException]:
     def fail() -> None:
         raise box["error"]
 
-    monkeypatch.setattr(main, "app", app)
+    monkeypatch.setattr(main, "application", lambda _names: app)
     return box
 
 

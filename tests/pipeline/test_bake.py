@@ -343,8 +343,9 @@ def test_a_prompt_file_of_messages(source: Path) -> None:
 def test_inspect_and_verify_know_baked_prompts(baked: Path, tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
-    from optkit.cli.main import app
+    from optkit.cli.main import application
 
+    app = application(("inspect", "verify"))
     shown = CliRunner().invoke(app, ["inspect", str(baked), "--json"])
     assert json.loads(shown.stdout)["baked"]["prompts"]["system.txt"] > 100
     other = copy(baked, tmp_path / "other")
