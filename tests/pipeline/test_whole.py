@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from optkit.artifact.open import Artifact
 from optkit.kernels import reference
+from optkit.pipeline import judge
 from optkit.pipeline.decision import Evidence
+from optkit.pipeline.measurement import Measurement
+from optkit.pipeline.records import PassRecord
 from tests.pipeline.conftest import Slowdown
 from tests.support.small_runs import decisions, run
 
@@ -94,3 +98,31 @@ def test_a_slower_exact_pass_is_undone_with_the_whole(
     )
     assert decisions(record) == {"fuse_qkv": "rolled back", "fuse_gate_up": "rolled back"}
     assert record.whole is None
+
+
+@pytest.mark.parametrize(("after", "measured"), [("", ["int8"]), (", flash_attention: {keep: always}", None)])
+def test_the_whole_is_not_measured_again_where_the_last_pass_was_measured_on_as_much_text(
+    after: str, measured: list[str] | None, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Text and reference are the same, and so is the graph; an equal measurement would take minutes."""
+    names: list[str] = []
+    original = Measurement.measure_quality
+
+    def measuring(self: Measurement, record: PassRecord, *args: Any, **options: Any) -> None:
+        names.append(record.name)
+        original(self, record, *args, **options)
+
+    monkeypatch.setattr(Measurement, "measure_quality", measuring)
+    monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(judge, "PASS_TOKENS", 1024)
+    text = f"passes: {{int8: {{accept: {{max_kld: 10.0}}}}{after}}}"
+    record = run(source, tmp_path / "out", text)
+    assert names == (measured or ["int8", "flash_attention"])
+    assert record.whole is not None and record.whole.quality == record.passes[-1].quality
+    monkeypatch.setattr(judge, "PASS_TOKENS", 512)
+    monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "other"))
+    apart = run(source, tmp_path / "apart", text)
+    assert names[-1] == "whole" and apart.whole is not None
+    for name in ("kl_mean", "top1_agreement", "ppl"):  # what a measurement of its own gives
+        found = record.whole.quality[name]
+        assert found == pytest.approx(apart.whole.quality[name], rel=1e-4)
