@@ -3,7 +3,7 @@
 Exit codes: 0 done, 1 a bug in optkit, 2 an error that the user can fix (also wrong usage), 130 interrupted. Codes
 above 2 belong to single commands (a missed SLO, a failed verification) and are listed in the command's help.
 
-Only the module of the command on the command line is imported, and help needs all of them. The modules are cheap to
+A command line imports a single command module; ``optkit --help`` imports all modules. The modules are cheap to
 import: torch and transformers are imported inside the functions.
 """
 
@@ -61,7 +61,7 @@ def _options(
 
 
 def application(names: Iterable[str] = COMMANDS) -> typer.Typer:
-    """The command line with the commands ``names``; the modules of others are not imported."""
+    """The command line with the commands ``names``; no other command is imported."""
     app = typer.Typer(
         name="optkit",
         help="Compile a language model for a short time to first token, measure every step, and serve the result.",
@@ -83,7 +83,7 @@ def application(names: Iterable[str] = COMMANDS) -> typer.Typer:
 
 
 def commands_of(arguments: Sequence[str]) -> Iterable[str]:
-    """The command of a command line; all where there is none, or an unknown one, for help and suggestions."""
+    """The command of a command line. Help and the error for an unknown command name all commands."""
     word = next((word for word in arguments if not word.startswith("-")), "")
     return [word] if word in COMMANDS else COMMANDS
 
