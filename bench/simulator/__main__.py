@@ -27,13 +27,15 @@ The result is saved after each part.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from bench.figures import command_line
 from bench.simulator.machine import OneArtifact
-from bench.simulator.ranking import TOP, missed_ranking, rank
+from bench.simulator.ranking import MOST_CHANCE, TOP, missed_ranking, rank
 from bench.simulator.rates import compare, line, missed_numbers
 from optkit.bench.environment import environment
 from optkit.bench.slo import Load, Slo, parse_slo
@@ -59,8 +61,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-result", type=Path)
     given = parser.parse_args()
-    if 0 < given.rank <= TOP:
-        parser.error(f"--rank: a ranking has more than {TOP} settings")
+    least = next(n for n in itertools.count(TOP) if math.comb(n, TOP) * MOST_CHANCE >= 1)
+    if 0 < given.rank < least:
+        parser.error(f"--rank: at least {least}, among which three are rarely the best by chance")
     if given.rounds < 1:
         parser.error("--rounds: at least 1")
     if given.repeats < 2:

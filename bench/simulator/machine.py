@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
-from optkit.bench import workload
+from optkit.bench import arrivals, workload
 from optkit.bench.records import RequestRecord
 from optkit.bench.workload import RequestSchedule, WorkloadConfig
 from optkit.errors import UserError
@@ -77,7 +78,15 @@ class OneArtifact(Machine):
 def at_rate(
     machine: OneArtifact, rate: float, count: int, seed: int, repeat: int = 0, burstiness: float = 1.0
 ) -> RequestSchedule:
-    """``count`` requests at ``rate``. Repeats of a seed have the same arrivals and other prompts."""
+    """``count`` requests at ``rate``. Repeats of a seed have the same arrivals and other prompts.
+
+    Bursts have exactly the rate: by chance alone, a round of 32 requests in bursts is at half of it or twice.
+    """
     shape = machine.shape
     config = WorkloadConfig(count, shape.input_len, shape.output_len, None, rate, seed, burstiness)
-    return workload.build(config, machine.ids(), repeat, arrival_round=0)
+    schedule = workload.build(config, machine.ids(), repeat, arrival_round=0)
+    if burstiness == 1:
+        return schedule
+    times = arrivals.at_rate([request.arrival for request in schedule.requests], rate)
+    pairs = zip(schedule.requests, times, strict=True)
+    return replace(schedule, requests=tuple(replace(request, arrival=at) for request, at in pairs))

@@ -13,6 +13,7 @@ from bench.simulator.machine import LIMIT, OneArtifact, at_rate
 from bench.simulator.rates import BELOW
 from optkit.bench.slo import Slo
 from optkit.bench.workload import RequestSchedule
+from optkit.errors import UserError
 from optkit.simulation.simulator import simulate
 from optkit.tune import goal
 from optkit.tune.calibration import Calibration
@@ -23,7 +24,7 @@ TOP = 3
 RIGHT = 0.8  # of the rankings
 ONE_SIDED = 1.645  # standard deviations at 95 %
 MOST_NOISE = 0.1  # of a measured cost
-MOST_CHANCE = 0.2  # of random rankings that would be right
+MOST_CHANCE = 0.05  # of random rankings that would be right: one that is right by chance is so in every round
 BURSTINESS = 0.1  # of the arrivals: without queues all settings are the same
 
 
@@ -44,7 +45,7 @@ def rank(
     prompts and the settings in another order; the measured cost of a setting is the geometric mean.
 
     Raises:
-        UserError: a server does not start, or a request fails.
+        UserError: too few settings differ, a server does not start, or a request fails.
     """
     rate = machine.shape.load.rate
     assert rate is not None
@@ -60,7 +61,12 @@ def rank(
     }
     speed = 60 * len(simulated) * rounds / (time.perf_counter() - start)
     sure = [s for s in simulated if rate < BELOW * machine.capacity(known, seed, s)]
-    different = {tuple(simulated[s]): s for s in reversed(sure)}
+    different = {
+        tuple(simulated[s]): s for s in reversed(sure)
+    }  # of equal ones the setting with fewest changes
+    if len(different) < settings:
+        what = f"{len(different)} settings differ in the simulator below {BELOW:.0%} of their capacity, not {settings}"
+        raise UserError(what, where="--rank", fix="give a smaller --rank or --rank-share, or longer answers")
     chosen = spread({setting: geometric_mean(costs) for costs, setting in different.items()}, settings)
     measured: dict[Setting, list[list[float]]] = {setting: [] for setting in chosen}
     with machine.serving_all(*chosen) as run:

@@ -3,7 +3,7 @@
 Exit codes: 0 done, 1 a bug in optkit, 2 an error that the user can fix (also wrong usage), 130 interrupted. Codes
 above 2 belong to single commands (a missed SLO, a failed verification) and are listed in the command's help.
 
-A command line imports a single command module; ``optkit --help`` imports all modules. The modules are cheap to
+``optkit COMMAND`` imports the module of the command, ``optkit --help`` those of all commands. The modules are cheap to
 import: torch and transformers are imported inside the functions.
 """
 
@@ -83,8 +83,8 @@ def application(names: Iterable[str] = COMMANDS) -> typer.Typer:
 
 
 def commands_of(arguments: Sequence[str]) -> Iterable[str]:
-    """The command of a command line. Help and the error for an unknown command name all commands."""
-    word = next((word for word in arguments if not word.startswith("-")), "")
+    """The command at the start of a command line; all commands for help, and for the error for an unknown one."""
+    word = next((word for word in arguments if word != "--debug"), "")
     return [word] if word in COMMANDS else COMMANDS
 
 

@@ -54,10 +54,10 @@ def tune(
 ) -> None:
     """Find the recipe and the serve options that hold an objective, with the evidence.
 
-    Builds the recipes whose quality stays inside its bound, calibrates each in half a minute, simulates hundreds of
-    settings with the real scheduler on a virtual clock, races the best few against the default on this machine, and
-    confirms the winner on fresh prompts in three orders of arrival. A setting differs from the default only where that
-    was measured to help.
+    Builds the recipes whose quality stays inside its bound, calibrates each in less than a minute, simulates hundreds
+    of settings with the real scheduler on a virtual clock, races the best few against the default on this machine,
+    and confirms the winner on fresh prompts in three orders of arrival. A setting differs from the default only where
+    that was measured to help.
 
     Writes recipe.yaml with the evidence as comments, artifact/ ready for optkit serve, report.md and trials.json. A
     killed run resumes with the same command. The machine should do nothing else meanwhile.

@@ -1,4 +1,4 @@
-"""``optkit verify``: compare an artifact with the manifest, and verify the graph.
+"""``optkit verify``: compare an artifact with its manifest, and verify its graph.
 
 First the hashes: extra, missing, changed files and files of other kinds. Only with correct hashes are the recipe,
 graph.json and the weights loaded, and the graph verifier runs. Compiled code is compared with its record and never

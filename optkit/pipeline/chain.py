@@ -6,7 +6,7 @@ are applied again, earlier passes are not.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,9 +70,8 @@ class Chain:
             self.measurement.predict(whole, reference, graph)
             lowered = self.measurement.measure_costs(whole, reference, graph)
             long = recipe.accept.max_long_loss is not None
-            known = self.known_quality(set(spans), long=long) if start == len(records) else None
-            if known is not None:
-                whole.judged(known)
+            if start == len(records) and not spans and self.is_measured_as_whole(long=long):
+                whole.quality = self.last_in_effect.quality
             else:
                 self.measurement.measure_quality(whole, lowered, self.final_tokens, spans, long=long)
             return graph, RunRecord(passes, whole.decided("kept", "")).to_dict()
@@ -80,19 +79,22 @@ class Chain:
         state = self.runner.cache.resume(step, base, work, self.runner.waiting)
         return state.graph, RunRecord.from_dict(state.record)
 
-    def known_quality(self, variants: Collection[str], *, long: bool) -> dict[str, dict[str, Any]] | None:
-        """The quality after the last pass in effect, by variant as in ``Measurement.quality``.
+    @property
+    def last_in_effect(self) -> PassRecord:
+        """The record of the last pass that changed the result; there is one."""
+        return next(record for record in reversed(self.records) if record.in_effect)
 
-        The graph there is the whole, and the other side is the source model in both measurements. None where that
-        measurement had fewer tokens or other variants than that of the whole, or lacks the long documents.
+    def is_measured_as_whole(self, *, long: bool) -> bool:
+        """True where the quality after the last pass in effect is from the same text and documents as the whole's.
+
+        The graph there is the whole, and the other side is the source model in both measurements.
+
+        Args:
+            long: the whole is measured on long documents, too.
         """
-        last = next((record for record in reversed(self.records) if record.in_effect), None)
-        if last is None or set(last.variants) != set(variants):
-            return None
-        found = dict(last.variants) or {"": last.quality}
-        windows = len(self.measurement.windows(self.measurement.allowed_tokens(self.final_tokens)))
-        same = all(one.get("windows") == windows and (LONG in one) == long for one in found.values())
-        return found if same else None
+        quality = self.last_in_effect.quality
+        windows = self.measurement.windows(self.measurement.allowed_tokens(self.final_tokens))
+        return quality.get("windows") == len(windows) and (LONG in quality) == long
 
     def first_change(self, records: Sequence[PassRecord]) -> int:
         """The index of the first pass with another effect in ``records`` than in the chain."""

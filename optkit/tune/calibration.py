@@ -125,6 +125,7 @@ def fit_server(config: SchedulerConfig, costs: StepCosts, runs: Probes) -> tuple
     tried: set[tuple[float, Overheads]] = set()
 
     def error(slowness: float, guess: Overheads) -> float:
+        """The error of a guess; infinite for a guess that was tried, since ``least`` only falls."""
         if (slowness, guess) in tried:
             return math.inf
         tried.add((slowness, guess))

@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from optkit.checkpoint.locate import ModelSource
 
 SETTLE = 0.5  # seconds between runs: the threads of the last server go to sleep
-CALIBRATION_SECONDS = 60.0  # at most, of measured steps with their loading, and of each run of requests
+CALIBRATION_SECONDS = (
+    60.0  # at most, of measured steps with the rest of their loading, and of each run of requests
+)
 TAIL = 10.0  # seconds that a run may take longer than its arrivals, at least
 WARM_UPS = 2
 PROBES = ((1, 128, 8, 8), (1, 512, 8, 5), (8, 128, 16, 24))  # (clients, prompt, output, requests) over HTTP
@@ -192,7 +194,7 @@ class Machine:
         runs: list[ProbeRun] = []
         with ExitStack() as stack:
             measure: Callable[[], list[MeasuredStep]]
-            if self.without_room(plain, beside=1):
+            if self.without_room(plain, beside=1, engines=2):
                 measure = partial(steps_in_a_process, directory, {}, seconds)
                 steps += measure()
             else:
@@ -200,6 +202,7 @@ class Machine:
             with self.serving([plain]) as (run, failed):
                 if failed:
                     raise UserError(failed[plain], where=name)
+                time.sleep(SETTLE)
                 steps = steps or measure()
                 runs = self.probe(plain, run)
             steps += measure()
@@ -289,8 +292,8 @@ class Machine:
                 run(setting, workload.build(config, self.ids()), CALIBRATION_SECONDS)
             yield run, failed
 
-    def without_room(self, setting: Setting, beside: int) -> str:
-        """The reason why the memory has no room for a server of ``setting`` beside others; empty where it has.
+    def without_room(self, setting: Setting, beside: int, engines: int = 1) -> str:
+        """The reason why the memory has no room for ``engines`` of ``setting`` beside others; empty where it has.
 
         The only server is started in any case: an estimate is no reason to measure nothing.
         """
@@ -302,7 +305,7 @@ class Machine:
             return ""
         options = engine_options(self.recipes[setting.recipe], dict(setting.options))
         artifact = Artifact.open(self.artifact(setting.recipe), verify=False)
-        need, free = estimated_bytes(artifact, options), available_bytes()
+        need, free = engines * estimated_bytes(artifact, options), available_bytes()
         if need <= free:
             return ""
         return (

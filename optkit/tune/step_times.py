@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,7 @@ DECODES = tuple((count, context) for count in (1, 2, 4, 8, 16) for context in (6
 MIXED = ((256, 4), (128, 8), (512, 2))  # (tokens of a chunk, decodes)
 MIXED_CONTEXT = 256
 MOST_ROUNDS = 5
+END_SECONDS = 5.0  # for a process to end by itself
 LEAST_SHAPES = 8  # measured even if the time is over; the fit has six coefficients
 
 Item = tuple[int, int]  # new tokens, and tokens of context
@@ -161,24 +162,25 @@ def step_process(
         questions, answers = process.stdin.fileno(), process.stdout
 
         def measure() -> list[MeasuredStep]:
-            try:
+            with suppress(BrokenPipeError):  # of an ended process, whose answer is the end of the file
                 os.write(questions, b"\n")
-            except BrokenPipeError:  # ended while it loaded; the reason is in ``errors``
-                pass
-            else:
-                if not select.select([answers], [], [], timeout)[0]:
-                    what = f"calibration did not end within {timeout:.0f} s"
-                    raise UserError(what, where=str(artifact), fix="give a larger --budget")
+            if not select.select([answers], [], [], timeout)[0]:
+                what = f"calibration did not end within {timeout:.0f} s"
+                raise UserError(what, where=str(artifact), fix="give a larger --budget")
             line = answers.readline()
-            if not line:
+            if not line.endswith(b"\n"):
                 errors.seek(0)
                 text = " ".join(errors.read().decode(errors="replace").split())[-600:]
-                raise UserError(f"calibration failed: {text}", where=str(artifact))
+                what = f"calibration failed with exit code {process.wait()}: {text}"
+                raise UserError(what, where=str(artifact))
             rows = json.loads(line)
             return [MeasuredStep(StepShape(**shape), seconds, start) for shape, seconds, start in rows]
 
         try:
             yield measure
+            process.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(END_SECONDS)
         finally:
             process.kill()
 
@@ -188,6 +190,8 @@ def main(arguments: Sequence[str]) -> None:
 
     Arguments: the directory of the artifact, and engine options as JSON.
     """
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no answer
     import torch
 
     from optkit.runtime.factory import open_engine
@@ -198,10 +202,8 @@ def main(arguments: Sequence[str]) -> None:
     engine = open_engine(arguments[0], **options)
     for _ in sys.stdin:
         found = measure_steps(engine)
-        sys.stdout.write(
-            json.dumps([[asdict(step.shape), step.seconds, step.start] for step in found]) + "\n"
-        )
-        sys.stdout.flush()
+        answers.write(json.dumps([[asdict(step.shape), step.seconds, step.start] for step in found]) + "\n")
+        answers.flush()
 
 
 if __name__ == "__main__":

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from bench.simulator.ranking import chance_of, is_right, judged, missed_ranking, noise, spread
+from bench.simulator.machine import OneArtifact
+from bench.simulator.ranking import chance_of, is_right, judged, missed_ranking, noise, rank, spread
+from optkit.bench.slo import Load, parse_slo
+from optkit.bench.workload import RequestSchedule
+from optkit.errors import UserError
+from optkit.recipe.load import load_recipe
+from optkit.recipe.schema import Recipe
+from optkit.runtime.scheduling.config import SchedulerConfig
+from optkit.simulation.simulator import Overheads, simulate
+from optkit.simulation.step_costs import StepCosts
+from optkit.tune.calibration import Calibration
+from optkit.tune.lab import Shape
 from optkit.tune.settings import Setting
+from tests.support.tuning_lab import FakeLab
 
 
 @pytest.mark.parametrize(
@@ -68,12 +84,12 @@ def test_each_round_is_judged_by_its_own_costs_and_the_mean_of_its_repeats() -> 
 @pytest.mark.parametrize(
     ("right", "sigma", "chance", "missed"),
     [
-        (5, 0.05, 0.1, 0),
-        (4, 0.05, 0.1, 0),
-        (3, 0.05, 0.1, 1),
-        (5, 0.25, 0.1, 1),
-        (5, math.nan, 0.1, 1),
-        (5, 0.05, 0.5, 1),
+        (5, 0.05, 0.01, 0),
+        (4, 0.05, 0.01, 0),
+        (3, 0.05, 0.01, 1),
+        (5, 0.25, 0.01, 1),
+        (5, math.nan, 0.01, 1),
+        (5, 0.05, 0.1, 1),
         (0, 0.0, 0.0, 1),
     ],
 )
@@ -93,3 +109,65 @@ def test_settings_are_spread_over_the_costs_and_not_over_their_number() -> None:
     infinite = {Setting.of("r", {"places": 200}): math.inf}
     assert spread(costs | infinite, 4) == spread(costs, 4)
     assert spread(costs, 99) == sorted(costs, key=lambda setting: costs[setting])
+
+
+class SimulatedMachine:
+    """A machine whose servers are simulations with the costs ``COSTS``, slower by chance from run to run."""
+
+    capacity, shape = OneArtifact.capacity, Shape(128, 16, Load(rate=3.0))
+
+    def __init__(self) -> None:
+        self.lab = FakeLab({"ttft-cpu": COSTS}, self.shape)
+        self.served: list[RequestSchedule] = []
+
+    def recipe(self, _name: str) -> Recipe:
+        return load_recipe("ttft-cpu")
+
+    def ids(self) -> list[int]:
+        return list(range(50_000))
+
+    def scheduler_config(self, setting: Setting) -> SchedulerConfig:
+        return self.lab.scheduler_config(replace(setting, recipe="ttft-cpu"))
+
+    @contextmanager
+    def serving_all(self, *_settings: Setting) -> Iterator[Any]:
+        generator = np.random.default_rng(1)
+
+        def run(setting: Setting, schedule: RequestSchedule, _limit: float) -> Any:
+            self.served.append(schedule)
+            slower = COSTS.scaled(float(np.exp(generator.normal(0, 0.01))))
+            return simulate(self.scheduler_config(setting), slower, schedule.requests).records
+
+        yield run
+
+
+COSTS = StepCosts((0.006, 1e-3, 1e-3, 8e-4, 5e-7, 2e-6))
+KNOWN = Calibration(COSTS, Overheads(), 0.0)
+MEANS = parse_slo("ttft_mean<250ms,tpot_mean<25ms", "test")
+
+
+def test_settings_are_ranked_by_rounds_of_repeated_arrivals_with_new_prompts() -> None:
+    machine = SimulatedMachine()
+    *_, found = rank(machine, KNOWN, MEANS, 8, 24, 0, 2, 2)  # type: ignore[arg-type]
+    assert found["right"] == [True, True] and 0 < found["noise"] < 0.03
+    costs = [tuple(row["simulated"]) for row in found["rows"]]
+    assert len(set(costs)) == len(costs) == 8
+    assert all(np.shape(row["measured"]) == (2, 2) for row in found["rows"])
+    first, again, other = (machine.served[place].requests for place in (0, 8, 16))
+    arrivals = [[request.arrival for request in requests] for requests in (first, again, other)]
+    assert arrivals[0] == arrivals[1] != arrivals[2]
+    assert not {request.prompt_ids for request in first} & {request.prompt_ids for request in again}
+    assert all(times[-1] == pytest.approx(23 / 3.0) for times in arrivals)  # bursts have the rate
+    assert np.diff(arrivals[0]).std() > 2 * np.diff(arrivals[0]).mean()
+
+
+def test_too_few_settings_that_differ_are_refused_before_a_server_starts() -> None:
+    machine = SimulatedMachine()
+    with pytest.raises(
+        UserError, match="settings differ in the simulator below 80% of their capacity, not 200"
+    ):
+        next(rank(machine, KNOWN, MEANS, 200, 24, 0, 2, 2))  # type: ignore[arg-type]
+    machine.shape = Shape(128, 16, Load(rate=1000.0))
+    with pytest.raises(UserError, match="0 settings differ"):
+        next(rank(machine, KNOWN, MEANS, 8, 24, 0, 2, 2))  # type: ignore[arg-type]
+    assert not machine.served

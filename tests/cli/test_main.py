@@ -34,15 +34,30 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> dict[str, BaseException]:
     return box
 
 
-def test_recipe_list_imports_no_torch() -> None:
+def test_recipe_list_imports_no_torch_and_no_other_command() -> None:
     code = (
         "import sys; from optkit.cli.main import run; code = run(['recipe', 'list']);"
-        "sys.exit('imported torch' if 'torch' in sys.modules else code)"
+        "other = {'torch', 'optkit.cli.serve', 'optkit.cli.bench'} & set(sys.modules);"
+        "sys.exit(f'imported: {other}' if other else code)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["-h", "serve"], ["--debug", "--help", "recipe"], ["--help"], []])
+def test_help_before_a_command_lists_all_commands(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    main.run(arguments)
+    shown = "".join(capsys.readouterr())
+    assert all(f"  {name} " in shown for name in main.COMMANDS)
+
+
+def test_an_unknown_command_is_told_a_near_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["srve"]) == 2
+    assert "serve" in capsys.readouterr().err
 
 
 def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from optkit.passes.flash_attention import FlashAttention
 from optkit.passes.fuse_qkv import FuseQKV
 from optkit.passes.gptq import GPTQ
 from optkit.passes.int8 import Int8
+from optkit.pipeline.chain import Chain
 from optkit.pipeline.decision import Evidence
+from optkit.pipeline.records import PassRecord
 from tests.support.small_runs import decisions, run
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -94,3 +97,28 @@ def test_pass_behind_an_undone_one_is_applied_to_the_graph_before_it(
     graph = Artifact.open(tmp_path / "out").graph()
     assert not list(graph.calls(reference.linear_w8a8))
     assert {node.meta["kernel"] for node in graph.calls(reference.attention)} == {"native"}
+
+
+@pytest.mark.parametrize(
+    ("quality", "long", "same"),
+    [
+        ({"windows": 40}, False, True),
+        ({"windows": 8}, False, False),
+        ({"windows": 40}, True, False),
+        ({"windows": 40, "long": {}}, True, True),
+        ({"windows": 40, "long": {}}, False, False),
+        ({}, False, False),  # of a pass that no quality is measured of
+    ],
+)
+def test_quality_of_the_whole_is_known_from_the_same_text_and_documents_alone(
+    quality: dict[str, Any], long: bool, same: bool
+) -> None:
+    records = [
+        PassRecord(name, {}, [], [], decision=word) for name, word in (("a", "kept"), ("b", "rolled back"))
+    ]
+    records[0].quality, records[1].quality = quality, {"windows": 40}
+    measurement = SimpleNamespace(
+        windows=lambda tokens: [[]] * (tokens // 512), allowed_tokens=lambda tokens: tokens
+    )
+    chain = Chain([], [], records, None, SimpleNamespace(measurement=measurement), 20480)  # type: ignore[arg-type]
+    assert chain.is_measured_as_whole(long=long) is same

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +14,8 @@ from optkit.bench.workload import BenchRequest
 from optkit.simulation.pace import STEADY, Pace
 from optkit.simulation.simulator import Overheads, simulate
 from optkit.simulation.step_costs import StepCosts
-from optkit.tune.calibration import (
-    Calibration,
-    ProbeRun,
-    fit_server,
-)
+from optkit.tune import calibration
+from optkit.tune.calibration import Calibration, ProbeRun, fit_server
 from tests.support.tuning_lab import LIMITS
 
 COSTS = StepCosts((0.01, 1e-3, 1e-3, 1e-3, 1e-6, 1e-6))
@@ -53,6 +52,25 @@ def test_overheads_are_found_again(truth: Overheads) -> None:
     assert a == pytest.approx(b, rel=0.03)
     assert found.request == pytest.approx(truth.request, abs=2e-3)
     assert found.step + found.row == pytest.approx(truth.step + truth.row, abs=5e-4)
+
+
+def test_the_fit_is_that_of_all_runs_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulations that are given up, as worse before their last run, change nothing."""
+    runs = probed(COSTS.scaled(1.1), Overheads(0.01, 5e-5, 1e-3, 5e-4))
+    simulated = 0
+    error = calibration._error
+
+    def counting(run: ProbeRun, *args: Any) -> Any:
+        nonlocal simulated
+        simulated += 1
+        return simulated_run(run, *args)
+
+    simulated_run = ProbeRun.simulated
+    monkeypatch.setattr(ProbeRun, "simulated", counting)
+    found, few = fit_server(LIMITS, COSTS, runs), simulated
+    monkeypatch.setattr(calibration, "_error", lambda *args: error(*args[:-1], math.inf))
+    assert fit_server(LIMITS, COSTS, runs) == found
+    assert few < 0.8 * (simulated - few)
 
 
 def test_a_calibration_is_json() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -109,7 +109,7 @@ def test_a_calibration_predicts_latencies_of_a_machine_with_slow_seconds(
         def ids(self) -> list[int]:
             return list(range(50_000))
 
-        def without_room(self, setting: Setting, beside: int) -> str:
+        def without_room(self, setting: Setting, beside: int, engines: int = 1) -> str:
             return "" if room else "no memory"
 
         @contextmanager
@@ -130,20 +130,42 @@ def test_a_calibration_predicts_latencies_of_a_machine_with_slow_seconds(
         done.append("steps")
         return steps_at(pace, 3.0, next(starts))
 
+    @contextmanager
+    def process(*_arguments: Any) -> Iterator[Any]:
+        done.append("load")
+        yield steps
+        done.append("gone")
+
     done: list[str] = []
     starts = iter((0.0, 60.3))
     monkeypatch.setattr("optkit.tune.lab.steps_in_a_process", steps)
-    monkeypatch.setattr("optkit.tune.lab.step_process", lambda *_: nullcontext(steps))
+    monkeypatch.setattr("optkit.tune.lab.step_process", process)
+    monkeypatch.setattr("optkit.tune.lab.SETTLE", 0)
     shape = Shape(256, 32, Load(rate=1.0))
     machine = KnownMachine("model", {"baseline": "baseline"}, tmp_path, shape, lambda _line: None)
     known = Calibration.from_dict(machine.calibrate("baseline"))
-    first = ["server", "steps"] if room else ["steps", "server"]  # two engines at once only where both fit
-    assert done == [*first, "end", "steps"]
+    beside, alone = ["load", "server", "steps", "end", "steps", "gone"], ["steps", "server", "end", "steps"]
+    assert done == (beside if room else alone)  # two engines at once only where both fit
     assert known.pace.mean == pytest.approx(pace.mean, rel=0.05)
     load = workload.build(WorkloadConfig(80, 256, 32, None, 2.0, 5), machine.ids())
     predicted = simulate(LIMITS, known.costs, load.requests, overheads=known.overheads, pace=known.pace)
     actual = simulate(LIMITS, KNOWN, load.requests, overheads=truth, pace=pace)
     assert mean_ttft(predicted.records) == pytest.approx(mean_ttft(actual.records), rel=0.08)
+
+
+@pytest.mark.parametrize(("free", "fits"), [(15, 1), (25, 2), (9, 0)])
+def test_the_memory_is_asked_for_all_engines_that_start_together(
+    free: int, fits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("optkit.artifact.open.Artifact.open", lambda *_args, **_options: None)
+    monkeypatch.setattr("optkit.serve.models.memory.estimated_bytes", lambda *_: 10)
+    monkeypatch.setattr("optkit.machine.memory.available_bytes", lambda: free)
+    shape = Shape(64, 8, Load(clients=1))
+    machine = Machine("model", {"baseline": "baseline"}, tmp_path, shape, lambda _line: None)
+    setting = Setting("baseline")
+    assert (machine.without_room(setting, beside=1) == "") == (fits >= 1)
+    assert (machine.without_room(setting, beside=1, engines=2) == "") == (fits >= 2)
+    assert machine.without_room(setting, beside=0) == ""
 
 
 def test_a_calibration_with_unanswered_requests_is_refused() -> None:

@@ -75,9 +75,11 @@ def test_a_process_measures_steps_again_and_again_and_says_why_it_does_not_load(
     assert {step.shape for step in first} == {step.shape for step in second}
     assert first[-1].end <= second[0].start
     with step_process(tmp_path / "none", {}, 60.0) as measure:
-        with pytest.raises(UserError, match=r"calibration failed: .*none"):
+        with pytest.raises(UserError, match=r"calibration failed with exit code 1: .*none"):
             measure()
-        with pytest.raises(UserError, match="calibration failed"):  # after the end of the process, too
+        with pytest.raises(
+            UserError, match="calibration failed with exit code 1"
+        ):  # after the end of the process, too
             measure()
 
 
