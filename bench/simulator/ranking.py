@@ -41,7 +41,7 @@ def rank(
     """After each round: simulated and measured costs of ``settings`` settings, and the rounds whose top three agree.
 
     The settings have different costs in the simulator, and the load is below ``BELOW`` of the capacity of each. A
-    round has arrivals of its own, in bursts (``BURSTINESS``). It is measured ``repeats`` times, each time with new
+    round has new arrivals, in bursts (``BURSTINESS``). Each round is measured ``repeats`` times, each time with new
     prompts and the settings in another order; the measured cost of a setting is the geometric mean.
 
     Raises:
@@ -95,7 +95,7 @@ def rank(
 def judged(
     simulated: Sequence[Sequence[float]], measured: Sequence[Sequence[Sequence[float]]]
 ) -> dict[str, Any]:
-    """The noise of a cost, and for each round if its ranking is right, and how often a ranking by chance would be.
+    """The noise of a cost; and for each round if the ranking is right, and how often a random ranking would be.
 
     Args:
         simulated: costs [settings][rounds]; rounds that are not measured yet count for nothing.
@@ -141,7 +141,7 @@ def spread(costs: Mapping[Setting, float], count: int) -> list[Setting]:
 
 
 def noise(measured: Sequence[Sequence[Sequence[float]]]) -> float:
-    """The standard deviation of the logarithm of a cost that is the mean over repeats; not a number for one repeat.
+    """The standard deviation of the logarithm of a cost, the mean over repeats; NaN for a single repeat.
 
     Within a round, repeats of a setting differ by the machine alone: the arrivals are the same. What all settings of a
     repeat have in common changes no ranking and is taken out.

@@ -1,10 +1,10 @@
 """The ``optkit`` command: the table of commands, and the place where errors become exit codes.
 
-Exit codes: 0 done, 1 a bug in optkit, 2 an error that the user can fix (also wrong usage), 130 interrupted. Codes
+Exit codes: 0 done, 1 a bug in optkit, 2 an error for the user to fix (also wrong usage), 130 interrupted. Codes
 above 2 belong to single commands (a missed SLO, a failed verification) and are listed in the command's help.
 
-``optkit COMMAND`` imports the module of the command, ``optkit --help`` those of all commands. The modules are cheap to
-import: torch and transformers are imported inside the functions.
+``optkit COMMAND`` imports the module of the command, ``optkit --help`` all modules. The modules are cheap to import:
+torch and transformers are imported inside the functions.
 """
 
 from __future__ import annotations
