@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.simulator import ranking
 from bench.simulator.machine import OneArtifact
 from bench.simulator.ranking import chance_of, is_right, judged, missed_ranking, noise, rank, spread
 from optkit.bench.slo import Load, parse_slo
@@ -23,7 +24,7 @@ from optkit.simulation.simulator import Overheads, simulate
 from optkit.simulation.step_costs import StepCosts
 from optkit.tune.calibration import Calibration
 from optkit.tune.lab import Shape
-from optkit.tune.settings import Setting
+from optkit.tune.settings import Setting, grid
 from tests.support.tuning_lab import FakeLab
 
 
@@ -146,6 +147,13 @@ KNOWN = Calibration(COSTS, Overheads(), 0.0)
 MEANS = parse_slo("ttft_mean<250ms,tpot_mean<25ms", "test")
 
 
+@pytest.fixture
+def few_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The settings with at most one change."""
+    monkeypatch.setattr(ranking, "grid", lambda *args: grid(*args)[:18])
+
+
+@pytest.mark.usefixtures("few_settings")
 def test_settings_are_ranked_by_rounds_of_repeated_arrivals_with_new_prompts() -> None:
     machine = SimulatedMachine()
     *_, found = rank(machine, KNOWN, MEANS, 8, 24, 0, 2, 2)  # type: ignore[arg-type]
@@ -161,6 +169,7 @@ def test_settings_are_ranked_by_rounds_of_repeated_arrivals_with_new_prompts() -
     assert np.diff(arrivals[0]).std() > 2 * np.diff(arrivals[0]).mean()
 
 
+@pytest.mark.usefixtures("few_settings")
 def test_too_few_settings_that_differ_are_refused_before_a_server_starts() -> None:
     machine = SimulatedMachine()
     with pytest.raises(
