@@ -123,20 +123,9 @@ OPTKIT_AVX2 void tile(const Linear& p, const Panel& panel, Pairs x, int64_t colu
     alignas(32) float sums[R * WIDTH] = {};
     ahead += column * STEP;
     for (int64_t g = 0; g < p.groups; ++g, w += BYTES * group_bytes, ahead += group_bytes, x.at += 2 * p.group_steps) {
-        const float* weight_scale = panel.weight_scale + g * PANEL + column;
         Lanes a[R][C] = {};
         accumulate<R, C, WIDE, AHEAD>(a, x.at, x.stride, w, p.group_steps, ahead);
-#pragma GCC unroll 4
-        for (int c = 0; c < C; ++c) {
-            const __m256 scales = _mm256_loadu_ps(weight_scale + c * COLUMNS);
-#pragma GCC unroll 6
-            for (int r = 0; r < R; ++r) {
-                float* sum = sums + r * WIDTH + c * COLUMNS;
-                const __m256 scale = _mm256_mul_ps(_mm256_set1_ps(p.scale[(row + r) * p.groups + g]), scales);
-                const __m256 total = _mm256_cvtepi32_ps((__m256i)a[r][c]);
-                _mm256_store_ps(sum, _mm256_fmadd_ps(total, scale, _mm256_load_ps(sum)));
-            }
-        }
+        add_group(sums, a, p.scale + row * p.groups + g, p.groups, panel.weight_scale + g * PANEL + column);
     }
     store<R, WIDTH>(sums, p, row, panel.first + column);
 }

@@ -64,17 +64,7 @@ OPTKIT_AVX_VNNI void tile(const Linear& p, const Panel& panel, int64_t column, i
                 for (int c = 0; c < C; ++c) a[r][c] = load(panel.offset + at + c * COLUMNS);
             accumulate<R, C>(a, q, p.q_stride, w, p.group_steps);
         }
-#pragma GCC unroll 4
-        for (int c = 0; c < C; ++c) {
-            const __m256 scales = _mm256_loadu_ps(panel.weight_scale + at + c * COLUMNS);
-#pragma GCC unroll 6
-            for (int r = 0; r < R; ++r) {
-                float* sum = sums + r * WIDTH + c * COLUMNS;
-                const __m256 scale = _mm256_mul_ps(_mm256_set1_ps(p.scale[(row + r) * p.groups + g]), scales);
-                const __m256 total = _mm256_cvtepi32_ps((__m256i)a[r][c]);
-                _mm256_store_ps(sum, _mm256_fmadd_ps(total, scale, _mm256_load_ps(sum)));
-            }
-        }
+        add_group(sums, a, p.scale + row * p.groups + g, p.groups, panel.weight_scale + at);
     }
     store<R, WIDTH>(sums, p, row, panel.first + column);
 }

@@ -57,17 +57,7 @@ OPTKIT_AVX2 void tile(const Linear& p, const Panel& panel, int64_t column, int64
 #pragma GCC unroll 4
             for (int r = 0; r < R; ++r) a[r][c] = load(offset + c * COLUMNS);
         accumulate<R, AHEAD>(a, q, p.q_stride, w, steps, ahead);
-#pragma GCC unroll 2
-        for (int c = 0; c < C; ++c) {
-            const __m256 scales = _mm256_loadu_ps(weight_scale + c * COLUMNS);
-#pragma GCC unroll 4
-            for (int r = 0; r < R; ++r) {
-                float* sum = sums + r * WIDTH + c * COLUMNS;
-                const __m256 product = _mm256_mul_ps(_mm256_set1_ps(scale[r * p.groups]), scales);
-                const __m256 total = _mm256_cvtepi32_ps((__m256i)a[r][c]);
-                _mm256_store_ps(sum, _mm256_fmadd_ps(total, product, _mm256_load_ps(sum)));
-            }
-        }
+        add_group(sums, a, scale, p.groups, weight_scale);
         offset += PANEL, weight_scale += PANEL, ++scale;
     }
     store<R, WIDTH>(sums, p, row, panel.first + column);

@@ -27,6 +27,23 @@ OPTKIT_AVX2 OPTKIT_INLINE __m256i broadcast(const uint8_t* q) {
     return _mm256_set1_epi32(four);
 }
 
+// sums[R][C * COLUMNS] += `a` times the scales of a group: of each row, `groups` apart, and of each output channel.
+template <int R, int C>
+OPTKIT_AVX2 OPTKIT_INLINE void add_group(float* sums, const Lanes (&a)[R][C], const float* scale, int64_t groups,
+                                         const float* weight_scale) {
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) {
+        const __m256 scales = _mm256_loadu_ps(weight_scale + c * COLUMNS);
+#pragma GCC unroll 6
+        for (int r = 0; r < R; ++r) {
+            float* sum = sums + (r * C + c) * COLUMNS;
+            const __m256 product = _mm256_mul_ps(_mm256_set1_ps(scale[r * groups]), scales);
+            const __m256 total = _mm256_cvtepi32_ps((__m256i)a[r][c]);
+            _mm256_store_ps(sum, _mm256_fmadd_ps(total, product, _mm256_load_ps(sum)));
+        }
+    }
+}
+
 // The sums [R][WIDTH] and the bias, or the part of them that the layer has, from output channel `first` on.
 template <int R, int64_t WIDTH>
 OPTKIT_AVX2 OPTKIT_INLINE void store(const float* sums, const Linear& p, int64_t row, int64_t first) {
