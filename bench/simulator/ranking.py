@@ -61,9 +61,8 @@ def rank(
     }
     speed = 60 * len(simulated) * rounds / (time.perf_counter() - start)
     sure = [s for s in simulated if rate < BELOW * machine.capacity(known, seed, s)]
-    different = {
-        tuple(simulated[s]): s for s in reversed(sure)
-    }  # of equal ones the setting with fewest changes
+    # Of equal settings the first in the grid, which has the fewest changes.
+    different = {tuple(simulated[s]): s for s in reversed(sure)}
     if len(different) < settings:
         what = f"{len(different)} settings differ in the simulator below {BELOW:.0%} of their capacity, not {settings}"
         raise UserError(what, where="--rank", fix="give a smaller --rank or --rank-share, or longer answers")

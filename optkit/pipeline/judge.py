@@ -121,9 +121,8 @@ class PassJudge:
     def measure_quality(self, record: PassRecord, before: Graph, after: Graph, lowered: Executable) -> None:
         """Measure ``after``; the widest of the changed variants."""
         tokens = EXACT_TOKENS if self.counts_as_exact(record) else PASS_TOKENS
-        changed = list(variants.changed(before, after).items())
         long = self.accept.max_long_loss is not None
-        self.measurement.measure_quality(record, lowered, tokens, dict(changed[-1:]), long=long)
+        self.measurement.measure_quality(record, lowered, tokens, widest_changed(before, after), long=long)
 
     def measure_near_bound(
         self, record: PassRecord, before: Graph, after: Graph, lowered: Executable
@@ -133,8 +132,7 @@ class PassJudge:
         if self.counts_as_exact(record) or not m.has_more_text(PASS_TOKENS, NEAR_TOKENS):
             return
         if nearly_meets(self.bounds(record), self.evidence(record), record.quality):
-            changed = list(variants.changed(before, after).items())
-            m.measure_quality_again(record, lowered, NEAR_TOKENS, dict(changed[-1:]))
+            m.measure_quality_again(record, lowered, NEAR_TOKENS, widest_changed(before, after))
 
     def fall_back(self, before: Graph, candidate: Graph, record: PassRecord, sites: Collection[str]) -> Graph:
         """Let the most sensitive of ``sites`` fall back to float until the bounds hold; roll back if none do."""
@@ -157,6 +155,11 @@ class PassJudge:
                 return reduced
         record.decided("rolled back", f"{missed}, also with half of the layers in float")
         return before
+
+
+def widest_changed(before: Graph, after: Graph) -> dict[str, int]:
+    """Of the variants that differ between the graphs the one for the largest steps; empty without variants."""
+    return dict(list(variants.changed(before, after).items())[-1:])
 
 
 def bounds_for(exact: Accept | None, own: Accept, recipe: Accept) -> Accept:

@@ -149,9 +149,7 @@ class Measurement:
         self.progress(f"{record.name}: measuring quality on {tokens} tokens")
         record.judged(self.quality(candidate, tokens, variants))
         if long:
-            found = self.long_quality(record.name, candidate)
-            for report in (record.quality, *record.variants.values()):
-                report[LONG] = found
+            add_long(record, self.long_quality(record.name, candidate))
 
     def measure_quality_again(
         self, record: PassRecord, candidate: Executable, tokens: int, variants: Mapping[str, int]
@@ -160,8 +158,7 @@ class Measurement:
         long = record.quality.get(LONG)
         self.measure_quality(record, candidate, tokens, variants)
         if long is not None:
-            for report in (record.quality, *record.variants.values()):
-                report[LONG] = long
+            add_long(record, long)
 
     def has_more_text(self, few: int, many: int) -> bool:
         """True where the text, and the size of the model, allow more than ``few`` of ``many`` tokens."""
@@ -252,6 +249,12 @@ class Measurement:
         for node in graph.calls(attention):
             node.meta["kernel"] = PLAIN if self.target.kind == "cpu" else "reference"
         return graph
+
+
+def add_long(record: PassRecord, report: dict[str, Any]) -> None:
+    """Add the ``report`` on long documents to the quality of each variant."""
+    for quality in (record.quality, *record.variants.values()):
+        quality[LONG] = report
 
 
 def runtime_logits(model: Executable, block_size: int) -> RuntimeLogits:

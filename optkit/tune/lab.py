@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 SETTLE = 0.5  # seconds between runs: the threads of the last server go to sleep
 CALIBRATION_SECONDS = (
-    60.0  # at most, of measured steps with the rest of their loading, and of each run of requests
+    60.0  # at most, of measured steps (and the rest of loading), and of each run of requests
 )
 TAIL = 10.0  # seconds that a run may take longer than its arrivals, at least
 WARM_UPS = 2
@@ -202,8 +202,9 @@ class Machine:
             with self.serving([plain]) as (run, failed):
                 if failed:
                     raise UserError(failed[plain], where=name)
-                time.sleep(SETTLE)
-                steps = steps or measure()
+                if not steps:
+                    time.sleep(SETTLE)
+                    steps += measure()
                 runs = self.probe(plain, run)
             steps += measure()
         limits = self.scheduler_config(plain)
