@@ -7,7 +7,7 @@ format's range is refused, with name and reason; no value is rounded for the for
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,14 @@ from torch import Tensor
 from optkit.artifact.open import Artifact
 from optkit.artifact.staging import staging
 from optkit.checkpoint import awq, gptq
-from optkit.checkpoint.compressed_tensors_writer import quantized_embedding, smallest_exact
+from optkit.checkpoint.compressed_tensors_writer import quantized_embedding, runtime_tensors, smallest_exact
 from optkit.checkpoint.hf_writer import write_directory
 from optkit.checkpoint.modules import modules
 from optkit.checkpoint.quantization_config import float_modules
 from optkit.checkpoint.quantized_linear import G_IDX, MINIMUM, PACKED, SCALE, ZERO_POINT, QuantizedLinear
 from optkit.checkpoint.reading import in_order
-from optkit.checkpoint.source import Source, open_source
+from optkit.checkpoint.source import open_source
+from optkit.checkpoint.tensors import Overlay
 from optkit.errors import UserError
 from optkit.graph import variants
 from optkit.kernels import reference
@@ -36,9 +37,15 @@ def export(artifact: Artifact, format: str, out: Path) -> None:
     Raises:
         UserError: the format can't express a layer, or ``out`` exists.
     """
-    graph = variants.widest(artifact.graph())
+    whole, packed = artifact.graph(), artifact.packed_tensors()
+    graph = variants.widest(whole)
     found = list(modules(graph))
-    source = open_source(artifact.directory)
+    source = open_source(artifact.directory, weights=not packed)
+    operands = runtime_tensors(whole).keys() | {
+        name for layer in source.layers.values() for name in layer.names()
+    }
+    tensors = Overlay(source, packed)
+    floats = float_tensors({name: tensors[name] for name in set(tensors) - operands}, found)
     if format != "hf" and not found:
         raise UserError(
             f"no layer is quantized, so there is nothing to write as {format}",
@@ -48,18 +55,17 @@ def export(artifact: Artifact, format: str, out: Path) -> None:
     embedding = quantized_embedding(graph)
     if format != "hf" and embedding is not None:
         raise refused(embedding, format, "readers of the format take the embedding to be float")
-    tensors, settings = WRITERS[format](found, set(float_modules(graph)), graph.meta.output_embedding)
+    written, settings = WRITERS[format](found, set(float_modules(graph)), graph.meta.output_embedding)
     config = {key: value for key, value in source.info.config.items() if key != "quantization_config"}
     config |= {} if settings is None else {"quantization_config": settings}
     with staging(out, force=False) as directory:
-        write_directory(directory, float_tensors(source, found) | tensors, config, artifact.directory)
+        write_directory(directory, floats | written, config, artifact.directory)
 
 
-def float_tensors(source: Source, found: list[QuantizedLinear]) -> dict[str, Tensor]:
-    """The artifact's tensors without tensors of quantized layers."""
-    replaced = {f"{module.name}.weight" for module in found}
-    replaced |= {name for layer in source.layers.values() for name in layer.names()}
-    return {name: source[name] for name in source if name not in replaced}
+def float_tensors(tensors: Mapping[str, Tensor], found: list[QuantizedLinear]) -> dict[str, Tensor]:
+    """``tensors`` of an artifact without those of quantized layers."""
+    replaced = {f"{module.name}.{key}" for module in found for key in ("weight", *module.operands)}
+    return {name: value for name, value in tensors.items() if name not in replaced}
 
 
 Written = tuple[dict[str, Tensor], dict[str, Any] | None]

@@ -89,9 +89,16 @@ class Artifact:
         file = self.directory / INTERNAL / "graph.json"
         return annotations_from_json(read_bounded(file, MAX_GRAPH_BYTES), where=str(file))
 
+    def packed_tensors(self) -> Mapping[str, Tensor]:
+        """The tensors of ``optkit/packed.safetensors``, mapped; empty without the file."""
+        from optkit.checkpoint.compressed_tensors_writer import PACKED_FILE
+        from optkit.checkpoint.tensors import load_tensors
+
+        file = self.directory / INTERNAL / PACKED_FILE
+        return load_tensors(file) if file.is_file() else {}
+
     def graph(self) -> Graph:
         """The optimized graph, with weights mapped from the artifact's files."""
-        from optkit.checkpoint.compressed_tensors_writer import PACKED_FILE
         from optkit.checkpoint.source import open_source
         from optkit.checkpoint.tensors import Overlay, build, load_tensors, stored
         from optkit.graph.serialize import graph_from_json
@@ -100,8 +107,8 @@ class Artifact:
         from optkit.machine.mapped_files import PageRelease
 
         internal = self.directory / INTERNAL
-        packed = load_tensors(internal / PACKED_FILE) if (internal / PACKED_FILE).is_file() else {}
-        tensors = Overlay(open_source(self.directory), packed)
+        packed = self.packed_tensors()
+        tensors = Overlay(open_source(self.directory, weights=not packed), packed)
         constants = load_tensors(internal / "constants.safetensors")
         file = internal / "graph.json"
         release = PageRelease(self.directory)

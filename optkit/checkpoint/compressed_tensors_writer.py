@@ -1,12 +1,15 @@
 """Quantized layers on disk: tensors for transformers and vLLM, and tensors for optkit's runtime alone.
 
-compressed-tensors has a format for most layers: ``int-quantized``, ``pack-quantized``, ``float-quantized``. A layer
-without a format (a float minimum, act-order, a short last group) is written as a plain ``weight`` with the dequantized
-values, and the codes go to ``optkit/packed.safetensors``, which the runtime reads in place of the weight
-(docs/decisions/0007-int4-on-disk.md).
+compressed-tensors has a format for most layers: ``int-quantized``, ``pack-quantized``, ``float-quantized``. A model
+with a layer without a format (a float minimum, act-order, a short last group) has all tensors in
+``optkit/packed.safetensors``, as the runtime reads them, and no program but optkit loads the directory. Where the
+recipe asks for float copies, the codes of these layers alone are there, and ``model.safetensors`` has a plain
+``weight`` with the dequantized values (docs/decisions/0077-codes-alone.md).
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -42,9 +45,26 @@ def stored_format(module: QuantizedLinear) -> str | None:
     return FLOAT8 if module.operands["weight"].dtype == torch.float8_e4m3fn else INTS
 
 
+def lacks_format(graph: Graph) -> bool:
+    """True where a quantized layer has no compressed-tensors format; variants for few tokens do not count."""
+    return any(stored_format(module) is None for module in modules(variants.widest(graph)))
+
+
+def all_tensors(
+    graph: Graph, tensors: Mapping[str, Tensor | StoredTensor]
+) -> dict[str, Tensor | StoredTensor]:
+    """``tensors``, of the source and of the widest variant of ``graph``, with all layers as the runtime reads them."""
+    found = list(modules(variants.widest(graph)))
+    floats = {f"{m.name}.weight" if m.stacked is None else m.name for m in found}
+    operands = {f"{module.name}.{key}" for module in found for key in module.operands}
+    kept = {name: value for name, value in tensors.items() if name not in floats | operands}
+    return kept | {name: v for m in found for name, v in raw_tensors(m).items()} | runtime_tensors(graph)
+
+
 def runtime_tensors(graph: Graph) -> dict[str, Tensor | StoredTensor]:
-    """The tensors of ``optkit/packed.safetensors``: codes of layers written as floats, shared operands of fused layers,
-    and the variants of layers for steps of few tokens."""
+    """The tensors that ``optkit/packed.safetensors`` has beside float copies: codes of layers written as floats, shared
+    operands of fused layers, and the variants of layers for steps of few tokens.
+    """
     whole, graph = graph, variants.widest(graph)
     few = {
         name: piece

@@ -15,11 +15,13 @@ from typing import Any
 
 from torch import Tensor
 
-from optkit.checkpoint.compressed_tensors_writer import model_tensors
+from optkit.checkpoint.compressed_tensors_writer import all_tensors, model_tensors
 from optkit.checkpoint.quantization_config import quantization_config, quantized_modules
+from optkit.checkpoint.safetensors_writer import save_tensors
 from optkit.checkpoint.source import Source, open_source
 from optkit.checkpoint.tensors import changed_tensors, save_shards
 from optkit.checkpoint.validate import MAX_JSON_BYTES
+from optkit.graph import variants
 from optkit.graph.ir import Graph
 from optkit.graph.layer_names import layer_number
 from optkit.graph.stored import StoredTensor
@@ -44,13 +46,29 @@ TEXT_FILES = (
 def write_model(graph: Graph, source: Path, directory: Path) -> None:
     """Write config, tokenizer files and tensors of ``graph``, whose checkpoint is ``source``, to ``directory``."""
     files = open_source(source)
+    tensors = model_tensors(graph, checkpoint_tensors(graph, files))
+    write_directory(directory, tensors, model_config(graph, files), source)
+
+
+def write_codes(graph: Graph, source: Path, directory: Path, file: Path) -> None:
+    """Write config and tokenizer files to ``directory``, and the tensors of ``graph`` to ``file``, for optkit alone.
+
+    The config has no ``quantization_config``, and the directory no weights: transformers refuses to load it.
+    """
+    files = open_source(source)
+    widest = variants.widest(graph)
+    save_tensors(all_tensors(graph, checkpoint_tensors(widest, files)), file)
+    config = {k: v for k, v in model_config(widest, files).items() if k != "quantization_config"}
+    write_texts(directory, config, source)
+
+
+def checkpoint_tensors(graph: Graph, files: Source) -> dict[str, Tensor | StoredTensor]:
+    """The tensors of ``graph`` by their names in the checkpoint, and those of ``files`` that are in no graph."""
     changed = changed_tensors(graph, files)
     used = {part.name for w in graph.weights.values() if w.origin for part in w.origin.parts}
     operands = {name for layer in files.layers.values() for name in layer.names()}
     left = files.names() - set(changed) - (operands - used) - removed_layers(graph, files)
-    kept: dict[str, Tensor | StoredTensor] = {name: files[name] for name in left}
-    tensors = model_tensors(graph, kept | changed)
-    write_directory(directory, tensors, model_config(graph, files), source)
+    return {name: files[name] for name in left} | changed
 
 
 def write_directory(
@@ -61,6 +79,11 @@ def write_directory(
     if len(set(placed.values())) > 1:
         index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": placed}
         write_json(directory / "model.safetensors.index.json", index)
+    write_texts(directory, config, texts)
+
+
+def write_texts(directory: Path, config: dict[str, Any], texts: Path) -> None:
+    """Write config and the text files of ``texts`` to ``directory``."""
     write_json(directory / "config.json", config)
     for name in TEXT_FILES:
         if (texts / name).is_file():

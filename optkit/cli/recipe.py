@@ -113,6 +113,8 @@ def _plan_lines(recipe: Recipe, resolved: list[Resolved]) -> list[str]:
         lines.append(f"serving   {', '.join(f'{key}={value}' for key, value in changed.items())}")
     if recipe.evaluation.text != SHIPPED:
         lines.append(f"quality   on {recipe.evaluation.text}")
+    if recipe.files.float_copies:
+        lines.append("files     float copies of layers that compressed-tensors has no format for")
     for number, row in enumerate(resolved, 1):
         if isinstance(row, Alternatives):
             lines.append(f"{number:>3}. {row.name}, one of:")

@@ -152,7 +152,8 @@ def optimize(
     check_prompts(resolved, source.directory)
     target = present_target(recipe.target, where=f"recipe {recipe.name}")
     if target.kind == "cpu":
-        found = estimate(info, resolved, target, final_tokens)
+        copies = recipe.files.float_copies
+        found = estimate(info, resolved, target, final_tokens, float_copies=copies)
         progress(found.line())
         refuse_what_cannot_fit(found, target, out)
     if target.name != recipe.target:

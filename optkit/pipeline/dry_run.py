@@ -26,7 +26,9 @@ from optkit.pipeline.runner import keep_unmeasured, run_pass
 from optkit.recipe.schema import Recipe
 
 
-def estimated(directory: Path, resolved: Sequence[Resolved], target: Target) -> dict[str, Any] | None:
+def estimated(
+    directory: Path, resolved: Sequence[Resolved], target: Target, *, float_copies: bool
+) -> dict[str, Any] | None:
     """Seconds and bytes of a run, with a line of text, and the refusal of a run that cannot fit this machine.
 
     None without weights, and for GPUs.
@@ -34,7 +36,7 @@ def estimated(directory: Path, resolved: Sequence[Resolved], target: Target) -> 
     info = validate_checkpoint(directory, weights=False)
     if not info.tensors or target.kind != "cpu":
         return None
-    found = estimate(info, resolved, target, FINAL_TOKENS)
+    found = estimate(info, resolved, target, FINAL_TOKENS, float_copies=float_copies)
     try:
         refuse_what_cannot_fit(found, target, Path.cwd())
     except UserError as error:
@@ -75,7 +77,7 @@ def dry_run(
         "recipe": recipe.name,
         "target": asdict(target),
         "baseline": baseline,
-        "estimate": estimated(source.directory, resolved, target),
+        "estimate": estimated(source.directory, resolved, target, float_copies=recipe.files.float_copies),
         "passes": passes,
         "alternatives": alternatives,
         "notes": [*source.notes, *graph.notes, *filter(None, [about_target])],

@@ -68,9 +68,18 @@ def minutes(seconds: float) -> str:
 
 
 def estimate(
-    info: CheckpointInfo, resolved: Sequence[Resolved], target: Target, final_tokens: int
+    info: CheckpointInfo,
+    resolved: Sequence[Resolved],
+    target: Target,
+    final_tokens: int,
+    *,
+    float_copies: bool = False,
 ) -> Estimate:
-    """The estimate of a run of the passes ``resolved`` on the checkpoint ``info``."""
+    """The estimate of a run of the passes ``resolved`` on the checkpoint ``info``.
+
+    Args:
+        float_copies: the artifact may have float32 copies of the layers (``files`` of a recipe).
+    """
     sizes = [math.prod(tensor.shape) for tensor in info.tensors.values()]
     parameters, largest = sum(sizes), max(sizes, default=0)
     passes = list(all_passes(resolved))
@@ -80,7 +89,8 @@ def estimate(
     memory = run_memory(parameters, largest, vocabulary, served, target)
     changed = sum(4 * parameters for one in passes if one.pass_class.stage == Stage.TRANSFORM)
     logits = min(KEPT_ON_DISK, 4 * tokens * vocabulary) if 4 * parameters > weight_limit(target) else 0
-    disk = 2 * changed + 3 * served + logits  # results wait on disk until the step is written
+    copies = 4 * parameters if float_copies else 0
+    disk = 2 * changed + 3 * served + copies + logits  # results wait on disk until the step is written
     text = CHECK_TOKENS + sum(map(pass_tokens, passes)) + tokens * 2
     text += sum(min(PASS_TOKENS, tokens) for one in passes if not one.pass_class.exact)
     seconds = 2 * parameters * text / (REACHED * target.fp32_flops) if target.fp32_flops else 0.0

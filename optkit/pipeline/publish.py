@@ -13,8 +13,8 @@ import torch
 from optkit.artifact import measured_on
 from optkit.artifact.manifest import INTERNAL, MANIFEST, NATIVE, write_manifest
 from optkit.artifact.staging import staging
-from optkit.checkpoint.compressed_tensors_writer import PACKED_FILE, runtime_tensors
-from optkit.checkpoint.hf_writer import write_model
+from optkit.checkpoint.compressed_tensors_writer import PACKED_FILE, lacks_format, runtime_tensors
+from optkit.checkpoint.hf_writer import write_codes, write_model
 from optkit.checkpoint.locate import ModelSource
 from optkit.checkpoint.safetensors_writer import save_tensors
 from optkit.checkpoint.tensors import constants
@@ -58,11 +58,13 @@ def write_artifact(
     with staging(out, force=force) as directory:
         internal = directory / INTERNAL
         internal.mkdir()
-        write_model(variants.widest(graph), source.directory, directory)
         save_tensors(constants(graph), internal / "constants.safetensors")
-        packed = runtime_tensors(graph)
-        if packed:
-            save_tensors(packed, internal / PACKED_FILE)
+        if lacks_format(graph) and not recipe.files.float_copies:
+            write_codes(graph, source.directory, directory, internal / PACKED_FILE)
+        else:
+            write_model(variants.widest(graph), source.directory, directory)
+            if packed := runtime_tensors(graph):
+                save_tensors(packed, internal / PACKED_FILE)
         write_code(graph, target, directory / NATIVE)
         (internal / "graph.json").write_text(graph_to_json(graph), "utf-8")
         (internal / "recipe.yaml").write_text(recipe.to_yaml(), "utf-8")

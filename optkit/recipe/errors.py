@@ -24,6 +24,7 @@ _SECTIONS: dict[KeyPath, type[BaseModel]] = {
     ("runtime",): schema.Runtime,
     ("serving",): schema.Serving,
     ("evaluation",): schema.Evaluation,
+    ("files",): schema.Files,
     ("accept",): schema.Accept,
 }
 

@@ -199,6 +199,17 @@ class Evaluation(_Section):
     ] = (1024, 4096)
 
 
+class Files(_Section):
+    """The files of the artifact beside those that optkit reads.
+
+    Attributes:
+        float_copies: layers without a compressed-tensors format are written as float weights, too, so that
+            transformers loads the directory. The directory is then larger than the float model.
+    """
+
+    float_copies: bool = False
+
+
 class Accept(_Section):
     """Bounds that decide between keeping and undoing a pass; null is no bound.
 
@@ -300,6 +311,7 @@ class Recipe(_Section):
     serving: Serving = Serving()
     evaluation: Evaluation = Evaluation()
     passes: Annotated[tuple[PassEntry, ...], BeforeValidator(_pass_entries), Field(strict=False)] = ()
+    files: Files = Files()
     accept: Accept = Accept()
 
     _document: Document = PrivateAttr(default_factory=Document)

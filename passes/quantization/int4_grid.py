@@ -11,6 +11,7 @@ least and the greatest value on other codes are tried, and the closest grid is t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 LEVELS = 16
 HALF_ERROR = 2.0**-10  # of a scale; float16 rounds to half of it
+REPEATS = 4  # among the first LEVELS + REPEATS values of a group of few values
 ON_GRID = 1 / 64  # of a step: values as close to a level were on the grid before an earlier rounding
 
 
@@ -122,12 +124,15 @@ def largest_error(groups: Tensor, scale: Tensor, minimum: Tensor, zero: int) -> 
 
 def snap_to_grid(groups: Tensor, scale: Tensor, minimum: Tensor, zero: int) -> None:
     """Improve ``scale`` and ``minimum`` in place, for groups of few values off the levels."""
-    distinct = (groups.sort(dim=-1).values.diff(dim=-1) != 0).sum(dim=-1) + 1
-    error = largest_error(groups, scale, minimum, zero)
-    chosen = (distinct <= LEVELS) & (error > ON_GRID * scale)[..., 0]
-    if not bool(chosen.any()):
+    few = may_be_few(groups)
+    values, steps = groups[few], scale[few]
+    distinct = (values.sort(dim=-1).values.diff(dim=-1) != 0).sum(dim=-1) + 1
+    error = largest_error(values, steps, minimum[few], zero)
+    off = (distinct <= LEVELS) & (error > ON_GRID * steps)[..., 0]
+    if not bool(off.any()):
         return
-    values, best, best_minimum, error = groups[chosen], scale[chosen], minimum[chosen], error[chosen]
+    chosen = few.masked_scatter(few, off)
+    values, best, best_minimum, error = values[off], scale[chosen], minimum[chosen], error[off]
     for other, other_minimum in symmetric_grids(values) if zero else asymmetric_grids(values):
         other_error = largest_error(values, other, other_minimum, zero)
         closer = other_error < error
@@ -135,6 +140,19 @@ def snap_to_grid(groups: Tensor, scale: Tensor, minimum: Tensor, zero: int) -> N
         best = torch.where(closer, other, best)
         best_minimum = torch.where(closer, other_minimum, best_minimum)
     scale[chosen], minimum[chosen] = best, best_minimum
+
+
+def may_be_few(groups: Tensor) -> Tensor:
+    """True for each group [..., g] that may have at most ``LEVELS`` distinct values, and for few others: [...].
+
+    Of the first m values of such a group m - ``LEVELS`` at least repeat an earlier one, so as many pairs are equal.
+    The pairs of m values are counted in a tenth of the time in which all groups are sorted.
+    """
+    first = groups[..., : LEVELS + REPEATS].movedim(-1, 0).contiguous()
+    pairs = torch.zeros(groups.shape[:-1], dtype=torch.uint8, device=groups.device)
+    for one, other in itertools.combinations(first, 2):
+        pairs += (one == other).view(torch.uint8)
+    return pairs >= max(0, len(first) - LEVELS)
 
 
 def symmetric_grids(values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -24,6 +24,7 @@ from optkit.cli import main
 from optkit.errors import UserError
 from optkit.graph.ir import Graph
 from tests.checkpoint.test_compressed_tensors_writer import transformers_logits, written
+from tests.support.architectures import tiny_model
 from tests.support.graphs import apply, captured, dense, random_ids
 from tests.support.packers import GPTQ, checkpoint, gptq
 from tests.support.target import TARGET
@@ -55,6 +56,23 @@ def assert_same_weights(one: Graph, other: Graph) -> None:
     assert expected.keys() == given.keys() and expected
     for name, weight in expected.items():
         assert torch.equal(given[name], weight), name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_artifact_with_codes_alone_exports_as_one_with_float_copies(tmp_path: Path, tied: bool) -> None:
+    source = tmp_path / "tiny"
+    tiny_model("llama", tie_word_embeddings=tied).save_pretrained(source)
+    graph = captured("llama", tie_word_embeddings=tied)
+    apply(graph, "w4a8")
+    apply(graph, "int8", lm_head=True, weight_only=["lm_head"], embedding=tied)
+    found = []
+    for float_copies in (False, True):
+        artifact = written(graph, source, tmp_path / f"artifact-{float_copies}", float_copies=float_copies)
+        out = tmp_path / f"export-{float_copies}"
+        export(artifact, "hf", out)
+        found.append({file.name: file.read_bytes() for file in out.iterdir()})
+    assert found[0] == found[1] and "model.safetensors" in found[0]
+    assert transformers_logits(tmp_path / "export-False").isfinite().all()
 
 
 @pytest.mark.parametrize("options", [{"symmetric": False}, {"act_order": True}, {"group": 64}, {"bits": 8}])

@@ -11,10 +11,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from optkit.artifact.open import Artifact
+from optkit.capture import capture_directory
 from optkit.checkpoint.compressed_tensors_writer import PACKED_FILE, smallest_exact
 from optkit.checkpoint.locate import ModelSource
 from optkit.checkpoint.modules import modules
 from optkit.checkpoint.tensors import TensorFiles
+from optkit.errors import UserError
 from optkit.graph.ir import Graph
 from optkit.graph.serialize import graph_to_json
 from optkit.kernels import reference
@@ -25,7 +27,7 @@ from tests.support.architectures import tiny_model
 from tests.support.graphs import apply, captured, dense, random_ids
 from tests.support.target import TARGET
 
-RECIPE = "schema_version: 1\nname: small\ntarget: cpu\npasses:\n  w4a8: {}\n"
+RECIPE = "schema_version: 1\nname: small\ntarget: cpu\npasses:\n  w4a8: {{}}\nfiles: {{float_copies: {}}}\n"
 (IDS,) = random_ids([24])
 FORCE = False  # replace an artifact
 
@@ -37,10 +39,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def written(graph: Graph, source: Path, out: Path) -> Artifact:
+def written(graph: Graph, source: Path, out: Path, *, float_copies: bool = True) -> Artifact:
     model = ModelSource("tiny", source, "0" * 64)
-    run = RunRecord([], None)
-    write_artifact(out, graph, model, parse_recipe(RECIPE), run, TARGET, {"optkit": "0"}, force=FORCE)
+    run, recipe = RunRecord([], None), parse_recipe(RECIPE.format(str(float_copies).lower()))
+    write_artifact(out, graph, model, recipe, run, TARGET, {"optkit": "0"}, force=FORCE)
     return Artifact.open(out)
 
 
@@ -113,10 +115,13 @@ def test_beside_int8(source: Path, tmp_path: Path, symmetric: bool) -> None:
     assert (transformers_logits(artifact.directory) - expected).norm() < 0.2 * loss
 
 
+@pytest.mark.parametrize("float_copies", [False, True])
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_the_artifact_gives_the_same_graph(source: Path, tmp_path: Path, symmetric: bool) -> None:
+def test_the_artifact_gives_the_same_graph(
+    source: Path, tmp_path: Path, symmetric: bool, float_copies: bool
+) -> None:
     graph = quantized(*FUSED, ("w4a8", {"symmetric": symmetric}))
-    again = written(graph, source, tmp_path / "out").graph()
+    again = written(graph, source, tmp_path / "out", float_copies=float_copies).graph()
     assert graph_to_json(again) == graph_to_json(graph)
     assert all(torch.equal(again.weights[name].value, w.value) for name, w in graph.weights.items())
     assert torch.equal(dense(again, IDS, TARGET), dense(graph, IDS, TARGET))
@@ -131,6 +136,35 @@ def test_the_runtime_does_not_read_the_float_copies(
     monkeypatch.setattr(TensorFiles, "__getitem__", lambda self, name: read.append(name) or get(self, name))
     artifact.graph()
     assert read and not any("_proj" in name for name in read)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_codes_alone_are_a_third_of_the_size_and_no_weights_for_transformers(
+    tmp_path: Path, tied: bool
+) -> None:
+    """int4 beside an int8 head, which compressed-tensors has a format for: one file has them all."""
+    source = tmp_path / "tiny"
+    tiny_model("llama", tie_word_embeddings=tied).save_pretrained(source)
+    graph = captured("llama", tie_word_embeddings=tied)
+    apply(graph, "w4a8")
+    apply(graph, "int8", lm_head=True, weight_only=["lm_head"], embedding=tied)
+    sizes = {}
+    for float_copies in (False, True):
+        artifact = written(graph, source, tmp_path / str(float_copies), float_copies=float_copies)
+        files = [*artifact.directory.glob("*.safetensors"), artifact.directory / "optkit" / PACKED_FILE]
+        sizes[float_copies] = sum(file.stat().st_size for file in files)
+    alone = tmp_path / "False"
+    assert sizes[False] < 0.4 * sizes[True]
+    assert "quantization_config" not in config(alone)
+    assert not any("safetensors" in file.name for file in alone.iterdir())
+    names = stored(alone / "optkit" / PACKED_FILE)
+    assert {"model.layers.0.mlp.up_proj.weight_packed", "model.norm.weight"} <= names
+    assert "model.layers.0.mlp.up_proj.weight" not in names
+    with pytest.raises(OSError, match="safetensors"):
+        transformers_logits(alone)
+    with pytest.raises(UserError, match="no weights") as refusal:
+        capture_directory(alone)
+    assert "optkit export" in str(refusal.value.fix)
 
 
 def test_a_lossless_encoding_leaves_the_source_as_it_is(source: Path, tmp_path: Path) -> None:

@@ -76,6 +76,12 @@ def test_estimate_grows_with_the_model() -> None:
         assert getattr(small, name) < getattr(large, name)
 
 
+def test_float_copies_take_four_bytes_a_weight_on_disk_and_nothing_else() -> None:
+    resolved = resolve_passes(load_recipe("edge-cpu"))
+    alone, both = (estimate(LARGE, resolved, MACHINE, 20480, float_copies=copies) for copies in (False, True))
+    assert both == replace(alone, disk=alone.disk + 4 * alone.parameters)
+
+
 def test_run_memory_stays_below_the_float_weights_of_a_large_model() -> None:
     large = of(LARGE, "ttft-cpu")
     assert large.memory < 4 * large.parameters / 2

@@ -21,11 +21,11 @@ struct RecordLayout {
     bool half;  // scales and minimums are float16, else float32
     Levels levels;
 
-    bool minimum() const { return levels != Levels::symmetric; }
-    int64_t row() const { return PANEL * (half ? 2 : 4); }  // of scales, or of minimums
-    int64_t low_row() const { return levels == Levels::minimum ? row() : levels == Levels::zero_point ? PANEL : 0; }
-    int64_t codes() const { return row() + low_row(); }  // where the weights start
-    int64_t size(int64_t group_steps) const { return codes() + group_steps * (STEP_BYTES / 2); }
+    constexpr bool minimum() const { return levels != Levels::symmetric; }
+    constexpr int64_t row() const { return PANEL * (half ? 2 : 4); }  // of scales, or of minimums
+    constexpr int64_t low_row() const { return levels == Levels::minimum ? row() : levels == Levels::zero_point ? PANEL : 0; }
+    constexpr int64_t codes() const { return row() + low_row(); }  // where the weights start
+    constexpr int64_t size(int64_t group_steps) const { return codes() + group_steps * (STEP_BYTES / 2); }
 };
 
 struct LinearW4A8 {

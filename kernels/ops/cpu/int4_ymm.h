@@ -10,6 +10,7 @@
 //     whole(sum)                    the int32 sums of 8 output channels
 
 constexpr int PAIR = 2;  // registers of a tile of many rows: 16 output channels
+constexpr int64_t BLOCK_STEPS = 8;  // of a tile of one row: what 16 bits hold with AVX2, the usual group
 
 // -- scales ----------------------------------------------------------------------------------------------
 
@@ -109,6 +110,53 @@ OPTKIT_TARGET void few_rows(const Linear& p, const int32_t* starts, const uint8_
     store<R, PANEL>(sums, p, row, first);
 }
 
+// One row whose groups are whole blocks of 8 steps, with float16 scales: all 32 output channels together, so that a broadcast
+// serves four registers and the sums stay in registers. SHORT: a group is one block.
+template <bool MINIMUM, bool SHORT>
+OPTKIT_TARGET void one_row(const Linear& p, const int32_t* starts, const uint8_t* record, RecordLayout, int64_t first,
+                         int64_t row) {
+    constexpr RecordLayout layout{true, MINIMUM ? Levels::minimum : Levels::symmetric};
+    constexpr int BLOCKS = PANEL / COLUMNS;
+    const int64_t steps = SHORT ? BLOCK_STEPS : p.group_steps;
+    const __m256i mask = _mm256_set1_epi8(15);
+    const uint8_t* q = p.q + row * p.q_stride;
+    const GroupRows rows = rows_of(p, starts, row, 0);
+    __m256 sums[BLOCKS] = {};
+    for (int64_t g = 0; g < p.groups; ++g, record += layout.size(steps)) {
+        const uint8_t* codes = record + layout.codes();
+        ask_for(record + AHEAD_BYTES, layout.size(steps));
+        Lanes total[BLOCKS] = {};
+        for (int64_t s = 0; s < steps; s += BLOCK_STEPS, q += BLOCK_STEPS * STEP) {
+            D::Sum sum[BLOCKS] = {};
+#pragma GCC unroll 4
+            for (int64_t t = 0; t < BLOCK_STEPS; t += 2, codes += STEP_BYTES) {
+                const __m256i x = broadcast(q + t * STEP), y = broadcast(q + (t + 1) * STEP);
+#pragma GCC unroll 4
+                for (int c = 0; c < BLOCKS; ++c) {
+                    const __m256i both = (__m256i)load(codes + c * COLUMNS * STEP);
+                    const __m256i second = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
+                    sum[c] = D::add_two(sum[c], _mm256_and_si256(both, mask), x, second, y);
+                }
+            }
+#pragma GCC unroll 4
+            for (int c = 0; c < BLOCKS; ++c) total[c] = SHORT ? D::whole(sum[c]) : total[c] + D::whole(sum[c]);
+        }
+        const __m256 scale = _mm256_set1_ps(rows.scale[g]), sum_of_q = _mm256_set1_ps(rows.sums[g]);
+#pragma GCC unroll 4
+        for (int c = 0; c < BLOCKS; ++c) {
+            if (!MINIMUM) total[c] += rows.start[g];
+            const __m256 product = _mm256_mul_ps(scale, widened(record, true, c * COLUMNS));
+            sums[c] = _mm256_fmadd_ps(_mm256_cvtepi32_ps((__m256i)total[c]), product, sums[c]);
+            if (MINIMUM)
+                sums[c] = _mm256_fmadd_ps(sum_of_q, widened(record + layout.row(), true, c * COLUMNS), sums[c]);
+        }
+    }
+    alignas(32) float stored[PANEL];
+#pragma GCC unroll 4
+    for (int c = 0; c < BLOCKS; ++c) _mm256_store_ps(stored + c * COLUMNS, sums[c]);
+    store<1, PANEL>(stored, p, row, first);
+}
+
 using FewTile = void (*)(const Linear&, const int32_t*, const uint8_t*, RecordLayout, int64_t, int64_t);
 template <bool MINIMUM, std::size_t... R>
 constexpr std::array<FewTile, D::rows> few_tiles(std::index_sequence<R...>) {
@@ -116,6 +164,12 @@ constexpr std::array<FewTile, D::rows> few_tiles(std::index_sequence<R...>) {
 }
 constexpr std::array<FewTile, D::rows> FEW[2] = {few_tiles<false>(std::make_index_sequence<D::rows>()),
                                                  few_tiles<true>(std::make_index_sequence<D::rows>())};
+
+constexpr FewTile ONE[2][2] = {{one_row<false, false>, one_row<false, true>}, {one_row<true, false>, one_row<true, true>}};
+
+inline bool is_one_row(const Linear& p, RecordLayout layout, int64_t rows) {
+    return rows == 1 && layout.half && layout.levels != Levels::zero_point && p.group_steps % BLOCK_STEPS == 0;
+}
 
 // -- many rows ---------------------------------------------------------------------------------------------
 
@@ -197,6 +251,8 @@ constexpr std::array<ManyTile, D::rows> MANY = many_tiles<MINIMUM, SHORT>(std::m
 // Tiles of nearly equal height.
 inline void few_rows_of_panel(const Linear& p, const int32_t* start, const uint8_t* records, RecordLayout layout,
                               int64_t first, int64_t row, int64_t rows) {
+    if (is_one_row(p, layout, rows))
+        return ONE[layout.minimum()][p.group_steps == BLOCK_STEPS](p, start, records, layout, first, row);
     for (int64_t left = divide_up(rows, D::rows); left > 0; --left) {
         const int64_t now = divide_up(rows, left);
         FEW[layout.minimum()][now - 1](p, start, records, layout, first, row);

