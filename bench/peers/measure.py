@@ -129,7 +129,7 @@ class Run:
         with ExitStack() as stack:
             live = [server for peer in peers if (server := self._try_start(peer, stack, measured))]
             if not live:
-                raise UserError("no server could be started", fix="the reasons are above")
+                raise UserError(f"no server could be started: {'; '.join(measured.skipped.values())}")
             yield live
             for server in live:
                 report = measured.servers[server.name]

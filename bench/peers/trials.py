@@ -3,6 +3,9 @@
 A trial is a small run of its own: a server for each candidate, all frozen but one, and interleaved rounds of a prompt
 of 1024 tokens with 32 output tokens. The candidate with the lowest median time is the best. The outcome is kept below
 ``.peers/models/``, so later runs need no trials.
+
+The servers of a large model do not fit the memory together. Such candidates run one after another, with a shorter
+prompt, which is still longer than the smallest micro-batch.
 """
 
 from __future__ import annotations
@@ -18,9 +21,12 @@ from bench.peers.peer import Model, Peer, Progress
 from bench.peers.result import Measured, why_missing
 from optkit.bench.workload import WorkloadConfig
 from optkit.errors import UserError
+from optkit.machine.target import memory_bytes
 
 TRIAL = WorkloadConfig(num_prompts=1, input_len=1024, output_len=32, seed=7)
 ROUNDS = 5
+TRIAL_ALONE = WorkloadConfig(num_prompts=1, input_len=512, output_len=16, seed=7)
+ROUNDS_ALONE = 2
 
 
 def choose_options(peer: Peer, model: Model, ids: Sequence[int], progress: Progress) -> None:
@@ -57,15 +63,38 @@ def forget(peers: Sequence[Peer], model: Model) -> None:
 
 
 def try_candidates(peer: Peer, model: Model, ids: Sequence[int], progress: Progress) -> dict[str, Any]:
-    """The load average before the trials, and each candidate's options with seconds or the reason for a failure."""
+    """The load average before the trials, and each candidate's options with seconds or the reason for a failure.
+
+    Raises:
+        UserError: no candidate's server could be started.
+    """
     sides = []
     for number, options in enumerate(peer.candidates(), 1):
         side = copy.copy(peer)
         side.name, side.options = f"{peer.name}, candidate {number}", options
         sides.append(side)
-    measured = Run(model, {"trial": TRIAL}, ROUNDS, ids, progress, starts=1).measure(sides, {})
-    rows = [{"options": side.options, **outcome(side.name, measured)} for side in sides]
-    return {"load_average": measured.environment["load_average"], "rounds": ROUNDS, "candidates": rows}
+    together = fit_together(model, len(sides))
+    trial, rounds = (TRIAL, ROUNDS) if together else (TRIAL_ALONE, ROUNDS_ALONE)
+    rows: list[dict[str, Any]] = []
+    loads: list[float] = []
+    for group in [sides] if together else [[side] for side in sides]:
+        try:
+            measured = Run(model, {"trial": trial}, rounds, ids, progress, starts=1).measure(group, {})
+        except UserError as error:
+            rows += [{"options": side.options, "failed": str(error)} for side in group]
+            continue
+        rows += [{"options": side.options, **outcome(side.name, measured)} for side in group]
+        loads.append(measured.environment["load_average"])
+    if not loads:
+        raise UserError("no candidate could be started", where=peer.name, fix="the reasons are above")
+    length = {"input_len": trial.input_len, "output_len": trial.output_len}
+    return {"load_average": loads[0], "rounds": rounds, "together": together, **length, "candidates": rows}
+
+
+def fit_together(model: Model, count: int) -> bool:
+    """True where the weights of ``count`` servers, as large as the checkpoint, fit half of the memory."""
+    size = sum(file.stat().st_size for file in model.directory.glob("*.safetensors"))
+    return count * size <= memory_bytes() // 2
 
 
 def outcome(name: str, measured: Measured) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from optkit.artifact.open import Artifact
 from optkit.artifact.staging import staging
 from optkit.checkpoint import awq, gptq
-from optkit.checkpoint.compressed_tensors_writer import quantized_embedding, runtime_tensors, smallest_exact
+from optkit.checkpoint.compressed_tensors_writer import made_at_writing, quantized_embedding, runtime_tensors
 from optkit.checkpoint.hf_writer import write_directory
 from optkit.checkpoint.modules import modules
 from optkit.checkpoint.quantization_config import float_modules
@@ -26,7 +26,9 @@ from optkit.checkpoint.reading import in_order
 from optkit.checkpoint.source import open_source
 from optkit.checkpoint.tensors import Overlay
 from optkit.errors import UserError
-from optkit.graph import variants
+from optkit.graph import ops, variants
+from optkit.graph.ir import Graph, module_name
+from optkit.graph.stored import StoredTensor
 from optkit.kernels import reference
 from optkit.kernels.packed_codes import pack_codes
 
@@ -52,6 +54,8 @@ def export(artifact: Artifact, format: str, out: Path) -> None:
             where=str(artifact.directory),
             fix="use --format hf",
         )
+    if name := experts_of_one_tensor(graph):
+        raise refused(name, format, "its experts are one tensor of the checkpoint", "serve the artifact")
     embedding = quantized_embedding(graph)
     if format != "hf" and embedding is not None:
         raise refused(embedding, format, "readers of the format take the embedding to be float")
@@ -59,7 +63,17 @@ def export(artifact: Artifact, format: str, out: Path) -> None:
     config = {key: value for key, value in source.info.config.items() if key != "quantization_config"}
     config |= {} if settings is None else {"quantization_config": settings}
     with staging(out, force=False) as directory:
-        write_directory(directory, floats | written, config, artifact.directory)
+        write_directory(directory, {**floats, **written}, config, artifact.directory)
+
+
+def experts_of_one_tensor(graph: Graph) -> str | None:
+    """The first quantized module with all experts of a layer in one tensor of the checkpoint; None without such."""
+    for node in graph.calls(*ops.QUANTIZED_LINEARS):
+        weight = graph.weight_of(ops.weight(node))
+        parts = weight.origin.parts if weight is not None and weight.origin is not None else ()
+        if parts and len(parts) < node.kwargs.get("num_experts", 1):
+            return module_name(parts[0].name)
+    return None
 
 
 def float_tensors(tensors: Mapping[str, Tensor], found: list[QuantizedLinear]) -> dict[str, Tensor]:
@@ -68,12 +82,13 @@ def float_tensors(tensors: Mapping[str, Tensor], found: list[QuantizedLinear]) -
     return {name: value for name, value in tensors.items() if name not in replaced}
 
 
-Written = tuple[dict[str, Tensor], dict[str, Any] | None]
+Written = tuple[Mapping[str, Tensor | StoredTensor], dict[str, Any] | None]
 
 
 def as_floats(found: list[QuantizedLinear], left: set[str], head: str) -> Written:
-    """Dequantized weights, in float16 where exact."""
-    return {f"{module.name}.weight": smallest_exact(module.float_weight()) for module in found}, None
+    """Dequantized weights, in float16 where exact, each computed when it is written."""
+    weights = ((module, name, value) for module in found for name, value in module.float_tensor().items())
+    return {name: made_at_writing(module, name, value) for module, name, value in weights}, None
 
 
 def as_gptq(found: list[QuantizedLinear], left: set[str], head: str) -> Written:

@@ -1,9 +1,9 @@
 """The artifact directory and its manifest, ``optkit/manifest.json``.
 
-Plain transformers and vLLM load the directory. The folder ``optkit/`` in it is optkit's own: ``graph.json`` is the
-optimized graph, ``constants.safetensors`` holds tensors absent from every checkpoint, ``packed.safetensors`` weights in
-layouts of optkit alone, ``recipe.yaml`` the resolved recipe, ``report.html`` and ``report.json`` the measurements,
-``candidates.json`` the candidates that were measured.
+Plain transformers and vLLM load the directory where they have formats for its layers. The folder ``optkit/`` in it is
+optkit's own: ``graph.json`` is the optimized graph, ``constants.safetensors`` holds tensors absent from every
+checkpoint, ``packed.safetensors`` weights in layouts of optkit alone, or all weights, ``recipe.yaml`` the resolved
+recipe, ``report.html`` and ``report.json`` the measurements, ``candidates.json`` the candidates that were measured.
 ``native/`` is the code tier, compiled layers that run only where ``optkit.lowering.compiled.code_cache`` allows code;
 all other files are data (docs/artifact.md). The manifest lists every file with sha256 and size.
 

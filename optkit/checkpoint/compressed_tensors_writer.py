@@ -36,7 +36,7 @@ PACKED_FILE = "packed.safetensors"
 
 
 def stored_format(module: QuantizedLinear) -> str | None:
-    """The compressed-tensors format in which a module is written, or None: as a float weight."""
+    """The compressed-tensors format in which a module is written, or None where there is none."""
     if module.stacked is not None:
         return None
     if PACKED in module.operands:
@@ -45,19 +45,25 @@ def stored_format(module: QuantizedLinear) -> str | None:
     return FLOAT8 if module.operands["weight"].dtype == torch.float8_e4m3fn else INTS
 
 
-def lacks_format(graph: Graph) -> bool:
+def has_layer_without_format(graph: Graph) -> bool:
     """True where a quantized layer has no compressed-tensors format; variants for few tokens do not count."""
     return any(stored_format(module) is None for module in modules(variants.widest(graph)))
 
 
-def all_tensors(
+def tensors_of_codes(
     graph: Graph, tensors: Mapping[str, Tensor | StoredTensor]
 ) -> dict[str, Tensor | StoredTensor]:
-    """``tensors``, of the source and of the widest variant of ``graph``, with all layers as the runtime reads them."""
+    """The tensors of an artifact without float copies.
+
+    Those of no quantized layer among ``tensors``, and the operands of every quantized layer.
+
+    Args:
+        tensors: of the checkpoint and of the widest variant of ``graph``, under the names of the checkpoint.
+    """
     found = list(modules(variants.widest(graph)))
-    floats = {f"{m.name}.weight" if m.stacked is None else m.name for m in found}
-    operands = {f"{module.name}.{key}" for module in found for key in module.operands}
-    kept = {name: value for name, value in tensors.items() if name not in floats | operands}
+    # a tensor of all experts has the name of its module
+    left = {name for module in found for name in (module.name, f"{module.name}.weight", *module.names())}
+    kept = {name: value for name, value in tensors.items() if name not in left}
     return kept | {name: v for m in found for name, v in raw_tensors(m).items()} | runtime_tensors(graph)
 
 

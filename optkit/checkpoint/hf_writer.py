@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from optkit.checkpoint.compressed_tensors_writer import all_tensors, model_tensors
+from optkit.checkpoint.compressed_tensors_writer import model_tensors, tensors_of_codes
 from optkit.checkpoint.quantization_config import quantization_config, quantized_modules
 from optkit.checkpoint.safetensors_writer import save_tensors
 from optkit.checkpoint.source import Source, open_source
@@ -57,7 +57,7 @@ def write_codes(graph: Graph, source: Path, directory: Path, file: Path) -> None
     """
     files = open_source(source)
     widest = variants.widest(graph)
-    save_tensors(all_tensors(graph, checkpoint_tensors(widest, files)), file)
+    save_tensors(tensors_of_codes(graph, checkpoint_tensors(widest, files)), file)
     config = {k: v for k, v in model_config(widest, files).items() if k != "quantization_config"}
     write_texts(directory, config, source)
 

@@ -34,7 +34,7 @@ SAFE_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
 PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
 MAX_JSON_BYTES = 25 * 1000**2
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-CODES = Path("optkit", "packed.safetensors")  # of an artifact without float copies
+CODES = Path("optkit", "packed.safetensors")  # of an artifact: may hold all its weights
 VOCABULARY_FILES = {"tokenizer.json", "vocab.json", "added_tokens.json", "special_tokens_map.json", INDEX}
 
 _LAYERS, _WIDTH, _VOCABULARY, _LENGTH = 1024, 65536, 1 << 21, 1 << 24
@@ -204,7 +204,7 @@ def _read_tensors(directory: Path, names: set[str]) -> dict[str, TensorInfo]:
         return _read_shard(directory / SINGLE)
     fix = f"it needs {SINGLE}, or {INDEX} and its shards"
     if (directory / CODES).is_file():
-        fix = "this is an artifact with codes for optkit alone: optkit export --format hf writes its float weights"
+        fix = f"optkit export {directory} --format hf --out DIR writes the float weights of this artifact"
     raise UserError("there is a config but no weights", where=str(directory), fix=fix)
 
 

@@ -27,10 +27,12 @@ def export(
     """Write an artifact's model as a GPTQ, AWQ or float checkpoint.
 
     An artifact is already a compressed-tensors checkpoint, which transformers loads, and vLLM where it has kernels for
-    the layers (docs/artifact.md). Export is for engines that read only GPTQ, AWQ or float weights.
+    the layers (docs/artifact.md); only layers without such a format, as of edge-cpu, have codes for optkit alone.
+    Export is for these, and for engines that read only GPTQ, AWQ or float weights.
 
     gptq: weights of 2, 3, 4 or 8 bits, also in act-order; every layer but the head, all with the same bits and
-    groups. awq: 4 bits in groups, version gemm. hf: the float values of the codes; possible for any artifact.
+    groups. awq: 4 bits in groups, version gemm. hf: the float values of the codes, possible for all but experts in one
+    tensor.
 
     The weights keep their values. Activations are float in all three formats, so logits are closer to the source
     model than the logits of optkit's integer kernels. If the format has no place for a layer, the command names the

@@ -13,7 +13,11 @@ import torch
 from optkit.artifact import measured_on
 from optkit.artifact.manifest import INTERNAL, MANIFEST, NATIVE, write_manifest
 from optkit.artifact.staging import staging
-from optkit.checkpoint.compressed_tensors_writer import PACKED_FILE, lacks_format, runtime_tensors
+from optkit.checkpoint.compressed_tensors_writer import (
+    PACKED_FILE,
+    has_layer_without_format,
+    runtime_tensors,
+)
 from optkit.checkpoint.hf_writer import write_codes, write_model
 from optkit.checkpoint.locate import ModelSource
 from optkit.checkpoint.safetensors_writer import save_tensors
@@ -59,7 +63,7 @@ def write_artifact(
         internal = directory / INTERNAL
         internal.mkdir()
         save_tensors(constants(graph), internal / "constants.safetensors")
-        if lacks_format(graph) and not recipe.files.float_copies:
+        if has_layer_without_format(graph) and not recipe.files.float_copies:
             write_codes(graph, source.directory, directory, internal / PACKED_FILE)
         else:
             write_model(variants.widest(graph), source.directory, directory)

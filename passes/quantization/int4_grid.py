@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 LEVELS = 16
 HALF_ERROR = 2.0**-10  # of a scale; float16 rounds to half of it
-REPEATS = 4  # among the first LEVELS + REPEATS values of a group of few values
+REPEATS = (
+    4  # equal pairs at least, among the first LEVELS + REPEATS values of a group of at most LEVELS values
+)
 ON_GRID = 1 / 64  # of a step: values as close to a level were on the grid before an earlier rounding
 
 

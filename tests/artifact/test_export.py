@@ -37,12 +37,12 @@ Make = Callable[..., tuple[Graph, Artifact]]
 def packed(tmp_path: Path) -> Make:
     """A checkpoint with these options, captured and written as an artifact."""
 
-    def make(**options: Any) -> tuple[Graph, Artifact]:
+    def make(*, float_copies: bool = False, **options: Any) -> tuple[Graph, Artifact]:
         source = tmp_path / "source"
         config = GPTQ | {"bits": options.get("bits", 4), "group_size": options.get("group", 32) or -1}
         checkpoint(source, gptq, config, num_hidden_layers=1, **options)
         graph = capture_directory(source)
-        return graph, written(graph, source, tmp_path / "artifact")
+        return graph, written(graph, source, tmp_path / "artifact", float_copies=float_copies)
 
     return make
 
@@ -72,7 +72,11 @@ def test_an_artifact_with_codes_alone_exports_as_one_with_float_copies(tmp_path:
         export(artifact, "hf", out)
         found.append({file.name: file.read_bytes() for file in out.iterdir()})
     assert found[0] == found[1] and "model.safetensors" in found[0]
-    assert transformers_logits(tmp_path / "export-False").isfinite().all()
+    floats = captured("llama", tie_word_embeddings=tied)
+    for module in modules(graph):
+        floats.weights[f"{module.name}.weight"].value = module.float_weight()
+    expected = dense(floats, IDS)
+    torch.testing.assert_close(transformers_logits(tmp_path / "export-False"), expected, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("options", [{"symmetric": False}, {"act_order": True}, {"group": 64}, {"bits": 8}])
@@ -80,7 +84,7 @@ def test_an_artifact_gives_the_same_graph_and_loads_in_transformers(
     packed: Make, options: dict[str, Any]
 ) -> None:
     pytest.importorskip("compressed_tensors")
-    graph, artifact = packed(**options)
+    graph, artifact = packed(**options, float_copies=True)
     again = artifact.graph()
     assert_same_weights(graph, again)
     expected = dense(graph, IDS)
@@ -88,6 +92,15 @@ def test_an_artifact_gives_the_same_graph_and_loads_in_transformers(
     size = expected.abs().max().item()
     given = transformers_logits(artifact.directory)
     torch.testing.assert_close(given, expected, atol=1e-3 * size, rtol=1e-3)
+
+
+@pytest.mark.parametrize("options", [{"act_order": True}, {"group": 64}])
+def test_layers_without_a_format_are_read_from_codes_alone(packed: Make, options: dict[str, Any]) -> None:
+    graph, artifact = packed(**options)
+    assert not (artifact.directory / "model.safetensors").exists()
+    again = artifact.graph()
+    assert_same_weights(graph, again)
+    assert torch.equal(dense(again, IDS), dense(graph, IDS))
 
 
 def test_the_tensors_are_those_of_the_library(packed: Make) -> None:

@@ -53,6 +53,26 @@ def test_a_candidate_that_fails_is_recorded_and_not_chosen(model):
     assert "HTTP 500" in first["failed"] and second["seconds"] > 0
 
 
+def test_candidates_that_do_not_fit_together_run_one_after_another(model, monkeypatch):
+    (model.directory / "model.safetensors").write_bytes(b"0" * 100)
+    monkeypatch.setattr(trials, "TRIAL_ALONE", WorkloadConfig(num_prompts=1, input_len=4, output_len=2))
+    groups, run = [], measure.Run.measure
+
+    def measured(self, peers, skipped):
+        groups.append((len(peers), self.workloads["trial"].input_len))
+        return run(self, peers, skipped)
+
+    monkeypatch.setattr(measure.Run, "measure", measured)
+    for memory, expected in ((400, [(2, 6)]), (399, [(1, 4), (1, 4)])):
+        monkeypatch.setattr(trials, "memory_bytes", lambda memory=memory: memory)
+        groups.clear()
+        side = Fake("fail", "answer")
+        trials.forget([side], model)
+        choose(side, model)
+        assert groups == expected and side.options == {"word": "answer"}
+        assert "HTTP 500" in side.trials["candidates"][0]["failed"]
+
+
 def test_trials_are_made_once_for_each_instruction_set_and_again_after_forgetting(model):
     side = Fake("answer", "again")
     choose(side, model)

@@ -13,21 +13,17 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from optkit.artifact.open import Artifact
+from optkit.artifact.export import export
 from optkit.capture import capture_directory
-from optkit.checkpoint.locate import ModelSource
+from optkit.checkpoint.compressed_tensors_writer import PACKED_FILE
 from optkit.checkpoint.modules import modules
 from optkit.errors import UserError
-from optkit.graph.ir import Graph
 from optkit.kernels import reference
-from optkit.pipeline.publish import write_artifact
-from optkit.pipeline.records import RunRecord
-from optkit.recipe.load import parse_recipe
+from tests.checkpoint.test_compressed_tensors_writer import written
 from tests.support.architectures import tiny_model
 from tests.support.graphs import apply, assert_origins_invert, dense, random_ids
 from tests.support.target import TARGET
 
-RECIPE = "schema_version: 1\nname: small\ntarget: cpu\npasses:\n  int8: {}\n"
 (IDS,) = random_ids([24])
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "int8": ("int8", {"group_size": 32}),
@@ -42,12 +38,6 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     directory = tmp_path_factory.mktemp("models") / request.param
     tiny_model(request.param, num_hidden_layers=1).save_pretrained(directory)
     return directory
-
-
-def written(graph: Graph, source: Path, out: Path) -> Artifact:
-    run, model = RunRecord([], None), ModelSource("tiny", source, "0" * 64)
-    write_artifact(out, graph, model, parse_recipe(RECIPE), run, TARGET, {"optkit": "0"}, force=False)
-    return Artifact.open(out)
 
 
 def transformers_experts(directory: Path) -> dict[str, Tensor]:
@@ -76,7 +66,7 @@ def test_an_artifact_gives_the_same_graph_and_loads_in_transformers(
     graph = capture_directory(source)
     name, options = CASES[case]
     apply(graph, name, **options)
-    artifact = written(graph, source, tmp_path / "artifact")
+    artifact = written(graph, source, tmp_path / "artifact", float_copies=case == "w4a8 minimums")
     again = artifact.graph()
     expected = dense(graph, IDS)
     assert torch.equal(dense(again, IDS), expected)
@@ -141,3 +131,20 @@ def test_experts_quantized_in_part_are_refused(source: Path, tmp_path: Path) -> 
     (directory / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="experts"):
         capture_directory(directory)
+
+
+@pytest.mark.parametrize("format", ["hf", "gptq"])
+def test_experts_of_one_tensor_are_stored_once_and_not_exported(tmp_path: Path, format: str) -> None:
+    source = tmp_path / "source"
+    tiny_model("gpt_oss").save_pretrained(source)
+    graph = capture_directory(source)
+    apply(graph, "w4a8")
+    artifact = written(graph, source, tmp_path / "artifact")
+    assert torch.equal(dense(artifact.graph(), IDS), dense(graph, IDS))
+    with safe_open(str(artifact.directory / "optkit" / PACKED_FILE), framework="pt") as tensors:
+        names = set(tensors.keys())
+    assert {"model.layers.0.mlp.experts.gate_up_proj.weight_packed", "model.norm.weight"} <= names
+    assert "model.layers.0.mlp.experts.gate_up_proj" not in names
+    with pytest.raises(UserError, match="one tensor"):
+        export(artifact, format, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

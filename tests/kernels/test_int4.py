@@ -187,11 +187,12 @@ def test_linear_is_batch_invariant(isa: str, asymmetric: bool, group: int) -> No
 
 @NEEDS_NATIVE
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("rows", [3, 40])
-def test_extremes_do_not_saturate(isa: str, rows: int) -> None:
+@pytest.mark.parametrize(("rows", "half"), [(1, True), (1, False), (3, False), (40, False)])
+def test_extremes_do_not_saturate(isa: str, rows: int, half: bool) -> None:
     native.set_isa(isa)
-    layer = Layer(1600, 33, 1600, half=False, asymmetric=False)
-    layer.weight, layer.scale = torch.full((33, 200), -1, dtype=torch.int32), torch.ones(33, 1)  # all 15
+    layer = Layer(1600, 33, 1600, half=half, asymmetric=False)
+    layer.weight = torch.full((33, 200), -1, dtype=torch.int32)  # all 15
+    layer.scale = torch.ones(33, 1, dtype=torch.float16 if half else torch.float32)
     ends = torch.tensor([0, 255], dtype=torch.uint8).repeat(rows, 1)
     for column, value in ((0, -128.0), (1, 127.0)):
         q = ends[:, column : column + 1].expand(rows, 1600).contiguous()

@@ -91,6 +91,7 @@ def test_an_int8_artifact_in_transformers(source: Path, tmp_path: Path) -> None:
 def test_int4_from_recipe_to_artifact_and_back(source: Path, tmp_path: Path, symmetric: str) -> None:
     """Kept, written, read again; and the second run takes the finished step from the cache."""
     text = f"passes: {{fuse_qkv: {{}}, w4a8: {{symmetric: {symmetric}}}}}\naccept: {{max_kld: 10.0}}"
+    text += "\nfiles: {float_copies: true}"
     for out in ("first", "second"):
         record = run(source, tmp_path / out, text)
         assert decisions(record) == {"fuse_qkv": "kept", "w4a8": "kept"}

@@ -62,7 +62,8 @@ def test_run_with_weights_on_disk_writes_the_same_tensors(
     monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
     record = run(source, tmp_path / "streamed", text)
     assert [r.name for r in record.passes] == [r.name for r in whole.passes]
-    for name in ("model.safetensors", "optkit/constants.safetensors", "config.json"):
+    weights = "model.safetensors" if text == TTFT_CPU else "optkit/packed.safetensors"
+    for name in (weights, "optkit/constants.safetensors", "config.json"):
         assert (tmp_path / "streamed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert record.whole is not None and record.whole.quality and record.whole.measured
     assert not list(cache_dir("states").glob(".spill*"))

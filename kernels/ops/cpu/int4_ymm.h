@@ -1,5 +1,5 @@
-// int4 linear layers on registers of 256 bits: tiles for few rows, which unpack in registers, and for many rows of an
-// unpacked panel; see int4.cpp for the layout and the arithmetic. Included by the source of an instruction set, inside its
+// int4 linear layers on registers of 256 bits: tiles for one row and for few rows, which unpack in registers, and for
+// many rows of an unpacked panel; see int4.cpp for the layout and the arithmetic. Included by the source of an instruction set, inside its
 // unnamed namespace, with OPTKIT_TARGET (the function attribute) and `D`, its products of codes 0 to 15 and s8:
 //
 //     rows                          of a tile
@@ -116,6 +116,7 @@ template <bool MINIMUM, bool SHORT>
 OPTKIT_TARGET void one_row(const Linear& p, const int32_t* starts, const uint8_t* record, RecordLayout, int64_t first,
                          int64_t row) {
     constexpr RecordLayout layout{true, MINIMUM ? Levels::minimum : Levels::symmetric};
+    static_assert(D::steps == 0 || D::steps >= BLOCK_STEPS);
     constexpr int BLOCKS = PANEL / COLUMNS;
     const int64_t steps = SHORT ? BLOCK_STEPS : p.group_steps;
     const __m256i mask = _mm256_set1_epi8(15);
@@ -167,7 +168,7 @@ constexpr std::array<FewTile, D::rows> FEW[2] = {few_tiles<false>(std::make_inde
 
 constexpr FewTile ONE[2][2] = {{one_row<false, false>, one_row<false, true>}, {one_row<true, false>, one_row<true, true>}};
 
-inline bool is_one_row(const Linear& p, RecordLayout layout, int64_t rows) {
+inline bool takes_one_row(const Linear& p, RecordLayout layout, int64_t rows) {
     return rows == 1 && layout.half && layout.levels != Levels::zero_point && p.group_steps % BLOCK_STEPS == 0;
 }
 
@@ -251,7 +252,7 @@ constexpr std::array<ManyTile, D::rows> MANY = many_tiles<MINIMUM, SHORT>(std::m
 // Tiles of nearly equal height.
 inline void few_rows_of_panel(const Linear& p, const int32_t* start, const uint8_t* records, RecordLayout layout,
                               int64_t first, int64_t row, int64_t rows) {
-    if (is_one_row(p, layout, rows))
+    if (takes_one_row(p, layout, rows))
         return ONE[layout.minimum()][p.group_steps == BLOCK_STEPS](p, start, records, layout, first, row);
     for (int64_t left = divide_up(rows, D::rows); left > 0; --left) {
         const int64_t now = divide_up(rows, left);
