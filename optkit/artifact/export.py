@@ -67,7 +67,7 @@ def export(artifact: Artifact, format: str, out: Path) -> None:
 
 
 def experts_of_one_tensor(graph: Graph) -> str | None:
-    """The first quantized module with all experts of a layer in one tensor of the checkpoint; None without such."""
+    """The first quantized module with all experts of a layer in a single tensor of the checkpoint, or None."""
     for node in graph.calls(*ops.QUANTIZED_LINEARS):
         weight = graph.weight_of(ops.weight(node))
         parts = weight.origin.parts if weight is not None and weight.origin is not None else ()
@@ -77,7 +77,7 @@ def experts_of_one_tensor(graph: Graph) -> str | None:
 
 
 def float_tensors(tensors: Mapping[str, Tensor], found: list[QuantizedLinear]) -> dict[str, Tensor]:
-    """``tensors`` of an artifact without those of quantized layers."""
+    """The tensors of float layers among ``tensors`` of an artifact."""
     replaced = {f"{module.name}.{key}" for module in found for key in ("weight", *module.operands)}
     return {name: value for name, value in tensors.items() if name not in replaced}
 
@@ -86,7 +86,7 @@ Written = tuple[Mapping[str, Tensor | StoredTensor], dict[str, Any] | None]
 
 
 def as_floats(found: list[QuantizedLinear], left: set[str], head: str) -> Written:
-    """Dequantized weights, in float16 where exact, each computed when it is written."""
+    """Dequantized weights, in float16 where exact, each computed at writing."""
     weights = ((module, name, value) for module in found for name, value in module.float_tensor().items())
     return {name: made_at_writing(module, name, value) for module, name, value in weights}, None
 

@@ -1,6 +1,6 @@
 """The artifact directory and its manifest, ``optkit/manifest.json``.
 
-Plain transformers and vLLM load the directory where they have formats for its layers. The folder ``optkit/`` in it is
+Plain transformers and vLLM load the directory where they have formats for its layers. The folder ``optkit/`` is
 optkit's own: ``graph.json`` is the optimized graph, ``constants.safetensors`` holds tensors absent from every
 checkpoint, ``packed.safetensors`` weights in layouts of optkit alone, or all weights, ``recipe.yaml`` the resolved
 recipe, ``report.html`` and ``report.json`` the measurements, ``candidates.json`` the candidates that were measured.

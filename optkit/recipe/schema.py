@@ -200,11 +200,11 @@ class Evaluation(_Section):
 
 
 class Files(_Section):
-    """The files of the artifact beside those that optkit reads.
+    """Files of the artifact for other programs.
 
     Attributes:
-        float_copies: layers without a compressed-tensors format are written as float weights, too, so that
-            transformers loads the directory. The directory is then larger than the float model.
+        float_copies: layers without a compressed-tensors format are written as float weights, too, and transformers
+            loads the directory, which is then larger than the float model.
     """
 
     float_copies: bool = False

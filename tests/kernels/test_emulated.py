@@ -97,11 +97,12 @@ def test_int4_linear_has_the_same_bits_around_the_heights_of_tiles(group: int, a
 
 
 @LEVELS
-@pytest.mark.parametrize("rows", [3, 40])
+@pytest.mark.parametrize("rows", [1, 3, 40])
 def test_extremes_do_not_saturate(isa: str, rows: int) -> None:
     """The largest products there are, summed over 1600 channels."""
     test_int8.test_extremes_do_not_saturate(isa)
-    test_int4.test_extremes_do_not_saturate(isa, rows)
+    for half in (False, True):
+        test_int4.test_extremes_do_not_saturate(isa, rows, half)
     native.set_isa(isa)
     q = torch.full((rows, 1600), 255, dtype=torch.uint8)
     packed = int8.pack({2: torch.full((33, 1600), -128, dtype=torch.int8), 3: torch.ones(33, 1)})
