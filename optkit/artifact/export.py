@@ -43,11 +43,6 @@ def export(artifact: Artifact, format: str, out: Path) -> None:
     graph = variants.widest(whole)
     found = list(modules(graph))
     source = open_source(artifact.directory, weights=not packed)
-    operands = runtime_tensors(whole).keys() | {
-        name for layer in source.layers.values() for name in layer.names()
-    }
-    tensors = Overlay(source, packed)
-    floats = float_tensors({name: tensors[name] for name in set(tensors) - operands}, found)
     if format != "hf" and not found:
         raise UserError(
             f"no layer is quantized, so there is nothing to write as {format}",
@@ -62,6 +57,10 @@ def export(artifact: Artifact, format: str, out: Path) -> None:
     written, settings = WRITERS[format](found, set(float_modules(graph)), graph.meta.output_embedding)
     config = {key: value for key, value in source.info.config.items() if key != "quantization_config"}
     config |= {} if settings is None else {"quantization_config": settings}
+    tensors = Overlay(source, packed)
+    replaced = {name for module in found for name in (f"{module.name}.weight", *module.names())}
+    replaced |= {name for layer in source.layers.values() for name in layer.names()}
+    floats = {name: tensors[name] for name in set(tensors) - replaced - runtime_tensors(whole).keys()}
     with staging(out, force=False) as directory:
         write_directory(directory, {**floats, **written}, config, artifact.directory)
 
@@ -74,12 +73,6 @@ def experts_of_one_tensor(graph: Graph) -> str | None:
         if parts and len(parts) < node.kwargs.get("num_experts", 1):
             return module_name(parts[0].name)
     return None
-
-
-def float_tensors(tensors: Mapping[str, Tensor], found: list[QuantizedLinear]) -> dict[str, Tensor]:
-    """The tensors of float layers among ``tensors`` of an artifact."""
-    replaced = {f"{module.name}.{key}" for module in found for key in ("weight", *module.operands)}
-    return {name: value for name, value in tensors.items() if name not in replaced}
 
 
 Written = tuple[Mapping[str, Tensor | StoredTensor], dict[str, Any] | None]

@@ -26,13 +26,14 @@ from optkit.checkpoint.quantized_linear import (
     QuantizedLinear,
 )
 from optkit.checkpoint.tensors import same, values_of
+from optkit.checkpoint.validate import CODES
 from optkit.graph import variants
 from optkit.graph.ir import Graph, module_name
 from optkit.graph.stored import Place, StoredPart, StoredTensor
 from optkit.kernels import reference
 from optkit.kernels.packed_codes import pack_codes
 
-PACKED_FILE = "packed.safetensors"
+PACKED_FILE = CODES.name
 
 
 def stored_format(module: QuantizedLinear) -> str | None:
@@ -40,9 +41,11 @@ def stored_format(module: QuantizedLinear) -> str | None:
     if module.stacked is not None:
         return None
     if PACKED in module.operands:
-        short = module.group_size and module.columns % module.group_size
-        return None if MINIMUM in module.operands or G_IDX in module.operands or short else PACK
-    return FLOAT8 if module.operands["weight"].dtype == torch.float8_e4m3fn else INTS
+        if MINIMUM in module.operands or G_IDX in module.operands:
+            return None
+        return None if module.group_size and module.columns % module.group_size else PACK
+    dtype = raw_tensors(module)[f"{module.name}.weight"].dtype  # without reading the weight
+    return FLOAT8 if dtype == torch.float8_e4m3fn else INTS
 
 
 def has_layer_without_format(graph: Graph) -> bool:

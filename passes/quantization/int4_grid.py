@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 
 LEVELS = 16
 HALF_ERROR = 2.0**-10  # of a scale; float16 rounds to half of it
-REPEATS = (
-    4  # equal pairs at least, among the first LEVELS + REPEATS values of a group of at most LEVELS values
-)
+REPEATS = 4  # equal pairs at least, among LEVELS + REPEATS values of which at most LEVELS differ
 ON_GRID = 1 / 64  # of a step: values as close to a level were on the grid before an earlier rounding
 
 
@@ -148,7 +146,7 @@ def may_be_few(groups: Tensor) -> Tensor:
     """True for each group [..., g] that may have at most ``LEVELS`` distinct values, and for few others: [...].
 
     Of the first m values of such a group m - ``LEVELS`` at least repeat an earlier one, so as many pairs are equal.
-    The pairs of m values are counted in a tenth of the time in which all groups are sorted.
+    Counting the pairs of m values takes a third of the time of sorting all groups.
     """
     first = groups[..., : LEVELS + REPEATS].movedim(-1, 0).contiguous()
     pairs = torch.zeros(groups.shape[:-1], dtype=torch.uint8, device=groups.device)

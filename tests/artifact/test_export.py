@@ -23,7 +23,11 @@ from optkit.checkpoint.source import open_source
 from optkit.cli import main
 from optkit.errors import UserError
 from optkit.graph.ir import Graph
-from tests.checkpoint.test_compressed_tensors_writer import transformers_logits, written
+from tests.checkpoint.test_compressed_tensors_writer import (
+    int4_beside_int8_head,
+    transformers_logits,
+    written,
+)
 from tests.support.architectures import tiny_model
 from tests.support.graphs import apply, captured, dense, random_ids
 from tests.support.packers import GPTQ, checkpoint, gptq
@@ -60,11 +64,7 @@ def assert_same_weights(one: Graph, other: Graph) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_artifact_with_codes_alone_exports_as_one_with_float_copies(tmp_path: Path, tied: bool) -> None:
-    source = tmp_path / "tiny"
-    tiny_model("llama", tie_word_embeddings=tied).save_pretrained(source)
-    graph = captured("llama", tie_word_embeddings=tied)
-    apply(graph, "w4a8")
-    apply(graph, "int8", lm_head=True, weight_only=["lm_head"], embedding=tied)
+    source, graph = int4_beside_int8_head(tmp_path, tied)
     found = []
     for float_copies in (False, True):
         artifact = written(graph, source, tmp_path / f"artifact-{float_copies}", float_copies=float_copies)
@@ -174,7 +174,6 @@ def test_export_as_plain_floats(packed: Make, tmp_path: Path, capsys: pytest.Cap
 
 
 def artifact_of(tmp_path: Path, *passes: tuple[str, dict[str, Any]]) -> Artifact:
-    from tests.support.architectures import tiny_model
 
     tiny_model("llama").save_pretrained(tmp_path / "float")
     graph = captured("llama")

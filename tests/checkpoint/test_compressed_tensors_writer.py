@@ -53,6 +53,16 @@ def quantized(*passes: tuple[str, dict[str, object]]) -> Graph:
     return graph
 
 
+def int4_beside_int8_head(directory: Path, tied: bool) -> tuple[Path, Graph]:
+    """A model in a new directory below ``directory``, and its graph with quantized layers."""
+    source = directory / "tiny"
+    tiny_model("llama", tie_word_embeddings=tied).save_pretrained(source)
+    graph = captured("llama", tie_word_embeddings=tied)
+    apply(graph, "w4a8")
+    apply(graph, "int8", lm_head=True, weight_only=["lm_head"], embedding=tied)
+    return source, graph
+
+
 def in_float(graph: Graph) -> Graph:
     """The captured model with the weights that ``graph``'s int4 codes stand for."""
     floats = captured("llama")
@@ -142,11 +152,7 @@ def test_codes_alone_are_a_third_of_the_size_and_no_weights_for_transformers(
     tmp_path: Path, tied: bool
 ) -> None:
     """int4 beside an int8 head, which compressed-tensors has a format for: one file has them all."""
-    source = tmp_path / "tiny"
-    tiny_model("llama", tie_word_embeddings=tied).save_pretrained(source)
-    graph = captured("llama", tie_word_embeddings=tied)
-    apply(graph, "w4a8")
-    apply(graph, "int8", lm_head=True, weight_only=["lm_head"], embedding=tied)
+    source, graph = int4_beside_int8_head(tmp_path, tied)
     sizes = {}
     for float_copies in (False, True):
         artifact = written(graph, source, tmp_path / str(float_copies), float_copies=float_copies)

@@ -23,7 +23,9 @@ struct RecordLayout {
 
     constexpr bool minimum() const { return levels != Levels::symmetric; }
     constexpr int64_t row() const { return PANEL * (half ? 2 : 4); }  // of scales, or of minimums
-    constexpr int64_t low_row() const { return levels == Levels::minimum ? row() : levels == Levels::zero_point ? PANEL : 0; }
+    constexpr int64_t low_row() const {
+        return levels == Levels::minimum ? row() : levels == Levels::zero_point ? PANEL : 0;
+    }
     constexpr int64_t codes() const { return row() + low_row(); }  // where the weights start
     constexpr int64_t size(int64_t group_steps) const { return codes() + group_steps * (STEP_BYTES / 2); }
 };

@@ -1,6 +1,7 @@
 // int4 linear layers on registers of 256 bits: tiles for one row and for few rows, which unpack in registers, and for
-// many rows of an unpacked panel; see int4.cpp for the layout and the arithmetic. Included by the source of an instruction set, inside its
-// unnamed namespace, with OPTKIT_TARGET (the function attribute) and `D`, its products of codes 0 to 15 and s8:
+// many rows of an unpacked panel; see int4.cpp for the layout and the arithmetic. Included by the source of an
+// instruction set, inside its unnamed namespace, with OPTKIT_TARGET (the function attribute) and `D`, its products of
+// codes 0 to 15 and s8:
 //
 //     rows                          of a tile
 //     Sum                           sums of 8 output channels, zero to start with
@@ -110,8 +111,8 @@ OPTKIT_TARGET void few_rows(const Linear& p, const int32_t* starts, const uint8_
     store<R, PANEL>(sums, p, row, first);
 }
 
-// One row whose groups are whole blocks of 8 steps, with float16 scales: all 32 output channels together, so that a broadcast
-// serves four registers and the sums stay in registers. SHORT: a group is one block.
+// One row whose groups are whole blocks of 8 steps, with float16 scales: all 32 output channels together, so that a
+// broadcast serves four registers and the sums stay in registers. SHORT: a group is one block.
 template <bool MINIMUM, bool SHORT>
 OPTKIT_TARGET void one_row(const Linear& p, const int32_t* starts, const uint8_t* record, RecordLayout, int64_t first,
                          int64_t row) {
@@ -166,7 +167,8 @@ constexpr std::array<FewTile, D::rows> few_tiles(std::index_sequence<R...>) {
 constexpr std::array<FewTile, D::rows> FEW[2] = {few_tiles<false>(std::make_index_sequence<D::rows>()),
                                                  few_tiles<true>(std::make_index_sequence<D::rows>())};
 
-constexpr FewTile ONE[2][2] = {{one_row<false, false>, one_row<false, true>}, {one_row<true, false>, one_row<true, true>}};
+constexpr FewTile ONE[2][2] = {{one_row<false, false>, one_row<false, true>},
+                               {one_row<true, false>, one_row<true, true>}};
 
 inline bool takes_one_row(const Linear& p, RecordLayout layout, int64_t rows) {
     return rows == 1 && layout.half && layout.levels != Levels::zero_point && p.group_steps % BLOCK_STEPS == 0;
