@@ -7,6 +7,10 @@ resolution only in the channel's own group. Compute-bound prefill gains from the
 weights of a quarter the size. Layers on the ``weight_only`` list keep float activations (W8A16): right for the output
 head, since the head has few rows to multiply, and no later layer makes up for the head's errors.
 
+With ``activations: bfloat16``, or ``auto`` on a CPU with AMX, all other layers are W8A16 too, and multiply bfloat16: on
+AMX the fastest form of a prompt, since sums stay in the tiles where groups of int8 products would be scaled group by
+group, and closer to the source model than W8A8.
+
 On CPUs with AVX2 and without VNNI, codes are chosen so that products of two neighbouring channels fit 16 bits
 (``quantization.reduced_range``); ``reduce_range`` turns this on or off.
 
@@ -30,6 +34,7 @@ from optkit.graph import ops
 from optkit.graph.ir import Graph, module_name
 from optkit.kernels.cpu import native
 from optkit.passes.base import PassContext, PassResult, Plan, Skip
+from optkit.passes.quantization.activation_types import BFLOAT16, Activations, in_bfloat16
 from optkit.passes.quantization.formats import Int8Format
 from optkit.passes.quantization.linear import LinearQuantization, LinearQuantizationConfig, weight_stats
 from optkit.passes.quantization.overrides import LayerOverrides
@@ -52,6 +57,11 @@ class Int8Config(LayerOverrides, LinearQuantizationConfig):
         description="codes that AVX2 multiplies 1.25 to 1.5 times as fast, at 1.45 times the squared rounding error; "
         "null: if the CPU at hand gains, for weights that 8 bits do not hold as they are",
     )
+    activations: Activations = Field(
+        "int8",
+        description="int8: quantized for each token, W8A8; bfloat16: rounded to bfloat16, W8A16, for CPUs with AMX; "
+        "auto: bfloat16 on a CPU with AMX, else int8",
+    )
     embedding: bool = Field(
         False, description="read a tied embedding's rows from the head's weight, if the head is weight_only"
     )
@@ -65,9 +75,13 @@ class Int8(LinearQuantization):
         config = self.config_for(graph, node)
         if isinstance(config, str):
             return config
+        if self.config.activations == BFLOAT16 and not native.multiplies_bfloat16():
+            return "bfloat16 activations are for CPUs with AMX"
         weight_only = listed(config.weight_only, graph, node, site_name(graph, node))
         asked = config.reduce_range
         reduced = not weight_only and (native.gains_by_reduced_range() if asked is None else asked)
+        if in_bfloat16(self.config.activations) and not weight_only:
+            return Int8Format(config.group_size, weight_only=True, precision=BFLOAT16)
         return Int8Format(config.group_size, weight_only, reduced, keep_levels=asked is None)
 
     def check(self, graph: Graph, ctx: PassContext) -> Plan:

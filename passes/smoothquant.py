@@ -7,7 +7,8 @@ alpha)`` (SmoothQuant, arXiv 2211.10438). The division costs nothing at run time
 the factor, the RMSNorm weight before the attention and MLP projections, and the up projection before the down
 projection. ``max|x_j|`` comes from calibration text. With ``alpha: search`` the exponent is found for each activation
 (``smoothing``). The input of the modules in ``ignore`` stays as it is, for example of int4 layers: smoothing moves
-their weights off the grid of a checkpoint that was int4 before.
+their weights off the grid of a checkpoint that was int4 before. With ``activations: auto``, as in the int8 pass that
+follows, a CPU with AMX smooths nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from optkit.calibration.samples import Calibration
 from optkit.calibration.walk import Walk
 from optkit.graph.ir import Graph
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
+from optkit.passes.quantization.activation_types import Activations, in_bfloat16
 from optkit.passes.quantization.calibrated import SharedInput, collect
 from optkit.passes.quantization.smoothing import search_smoothing, smoothing_scale
 from optkit.passes.quantization.targets import Patterns, listed
@@ -39,6 +41,9 @@ class SmoothQuantConfig(Config):
     )
     group_size: Literal[0, 32, 64, 96, 128, 192] = Field(
         0, description="for the search: channels to a scale of the int8 that follows, where it divides"
+    )
+    activations: Activations = Field(
+        "int8", description="of the int8 pass that follows; with bfloat16 there is nothing to smooth"
     )
     ignore: Patterns = Field(
         default_factory=list,
@@ -68,6 +73,8 @@ class SmoothQuant(Pass):
             reason = why_not_foldable(graph, x, linears)
             if any(listed(self.config.ignore, graph, node, site_name(graph, node)) for node in linears):
                 reason = "on the ignore list"
+            if in_bfloat16(self.config.activations):
+                reason = "activations in bfloat16 are not quantized"
             if reason:
                 plan.skips.append(Skip(name, reason))
             else:

@@ -122,13 +122,21 @@ def dequantize_int4(weight: Tensor, weight_scale: Tensor, weight_minimum: Tensor
     return (codes * scale + weight_minimum.to(torch.float32)[..., None]).flatten(1)
 
 
-def linear_w8a16(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_w8a16(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *, precision: str = "float32"
+) -> Tensor:
     """Weight-only int8: ``x @ (weight * weight_scale).T``, plus bias.
 
     x [T, K] float32, weight [N, K] int8, weight_scale [N, G] with K / G channels to a group; gives [T, N] float32.
+    ``precision="bfloat16"`` rounds x and the scaled weight to bfloat16, and sums products in float32; a kernel may
+    be more precise.
     """
-    scaled = weight.unflatten(1, (weight_scale.shape[1], -1)) * weight_scale.to(x.dtype)[..., None]
-    return F.linear(x, scaled.flatten(1), bias)
+    scaled = (weight.unflatten(1, (weight_scale.shape[1], -1)) * weight_scale.to(x.dtype)[..., None]).flatten(
+        1
+    )
+    if precision == "bfloat16":
+        x, scaled = (value.to(torch.bfloat16).to(value.dtype) for value in (x, scaled))
+    return F.linear(x, scaled, bias)
 
 
 def linear_wna16(

@@ -163,12 +163,13 @@ def integer_linear(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], p
 def weight_only_linear(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
     """Products of float activations and quantized weights.
 
-    On a CPU, activations of 16 bits are two int8 rows each; a GPU multiplies 16-bit floats.
+    On a CPU, activations of 16 bits are two int8 rows each, unless bfloat16 is precise enough. A GPU multiplies 16-bit
+    floats.
     """
     weights, activations = traffic(graph, node, values)
     out, x = values[node], values[ops.activation(node)]
     k = x.shape[-1]
-    if x.dtype != torch.float32:
+    if x.dtype != torch.float32 or node.kwargs.get("precision") == "bfloat16":
         return Cost(half_flops=2.0 * out.numel() * k, weight_bytes=weights, activation_bytes=activations)
     return Cost(int8_ops=4.0 * out.numel() * k, weight_bytes=weights, activation_bytes=activations)
 

@@ -22,8 +22,8 @@ from optkit.graph import ops
 from optkit.graph.ir import Graph
 from optkit.graph.ops.operands import Source
 from optkit.graph.shapes import Point, infer_shapes
-from optkit.kernels.cpu import emitters
-from optkit.kernels.cpu.emit import Quantization
+from optkit.kernels.cpu import chains, emitters
+from optkit.kernels.cpu.emit import Arguments, Quantization
 from optkit.kernels.cpu.program import LOGITS, TOKENS, Arena, Builder, View
 
 # No two sizes are equal, so a first dimension identifies the kind of row.
@@ -190,7 +190,8 @@ class Segment:
 
     def _emit(self, node: fx.Node) -> None:
         if node in self.owner.ops:
-            self._call(node)
+            if not self._call_chain(node):
+                self._call(node)
         elif node.target is operator.getitem:
             self.views[node] = self.views[node.args[0]][node.args[1]]
         elif node in self.owner.sizes:
@@ -198,6 +199,41 @@ class Segment:
             self.views[node] = self._view(node.args[0]).split(sizes)
         else:
             self.views[node] = self._view(node.args[0]).reshape(self.owner.values[node].shape[1:])
+
+    def _call_chain(self, node: fx.Node) -> bool:
+        """Emit a chain of ops that starts at ``node`` as one call; False where there is none."""
+        for chain in chains():
+            nodes = self._chain(node, chain.ops)
+            if nodes:
+                self.builder.node = node.name
+                try:
+                    view = chain.emit(self.builder, *(self._arguments(each, inside=nodes) for each in nodes))
+                except NotImplementedError:
+                    continue
+                self.views.update(dict.fromkeys(nodes, ()))
+                self.views[nodes[-1]] = view
+                return True
+        return False
+
+    def _chain(self, node: fx.Node, names: Sequence[str]) -> list[fx.Node]:
+        """The ops ``names`` from ``node`` on, each the only reader of the previous op; empty where there are none."""
+        nodes = [node]
+        while self.owner.ops.get(nodes[-1]) == names[len(nodes) - 1]:
+            if len(nodes) == len(names):
+                return nodes
+            readers = list(nodes[-1].users)
+            if len(readers) != 1 or readers[0] not in self.inside or readers[0].args[0] is not nodes[-1]:
+                break
+            nodes.append(readers[0])
+        return []
+
+    def _arguments(self, node: fx.Node, inside: Sequence[fx.Node]) -> Arguments:
+        """The arguments of ``node``; None for results of nodes ``inside``."""
+
+        def of(value: Any) -> Any:
+            return None if value in inside else self._argument(value)
+
+        return Arguments([of(a) for a in node.args], {name: of(a) for name, a in node.kwargs.items()})
 
     def _call(self, node: fx.Node) -> None:
         emitter = emitters()[self.owner.ops[node]].emit

@@ -106,6 +106,8 @@ def choose(runner: PassRunner, alternatives: Alternatives, before: State, *, aft
     recipe, target = runner.measurement.recipe, runner.measurement.target
     trials = predicted_trials(recipe, target, alternatives, before.graph, runner.reproducer(before.step))
     for trial in trials:
+        if trial.record.decision:
+            continue
         reason = hopeless(recipe, trial, trials)
         if reason:
             trial.record.decided(SKIPPED, reason)
@@ -218,16 +220,24 @@ def predicted_trials(
 ) -> list[Trial]:
     """A trial for each candidate with predicted times, the least predicted cost first, without a prediction last.
 
-    Predictions are made from shapes: no weight is quantized.
+    Predictions are made from shapes: no weight is quantized. A candidate with nothing to change here is skipped; a
+    single candidate is left without a prediction, which would decide nothing.
     """
     shapes, context, trials = without_values(before), PassContext(target), []
     for passes in alternatives.candidates:
-        graph, trial = shapes, Trial(passes, planned(passes))
+        graph, trial, records = shapes, Trial(passes, planned(passes)), []
         for resolved in passes:
-            graph, _ = run_pass(graph, resolved, context, keep_unmeasured, reproduce)
-        trial.planned = graph
-        trial.record.predicted = predict(shapes, graph, recipe, target)
+            graph, record = run_pass(graph, resolved, context, keep_unmeasured, reproduce)
+            records.append(record)
+        if any(record.in_effect for record in records):
+            trial.planned = graph
+        else:
+            reasons = (skip["reason"] for record in records for skip in record.skips)
+            trial.record.decided(SKIPPED, next(reasons, "no site to change"))
         trials.append(trial)
+    possible = [trial for trial in trials if trial.planned]
+    for trial in possible if len(possible) > 1 else ():
+        trial.record.predicted = predict(shapes, trial.planned, recipe, target)
     return sorted(trials, key=lambda trial: predicted_cost(recipe, trial))
 
 
@@ -265,7 +275,9 @@ def decode_label(times: Mapping[str, object]) -> str:
 
 
 def hopeless(recipe: Recipe, trial: Trial, trials: Sequence[Trial]) -> str:
-    """The reason to skip ``trial``: predicted far above the measured best, in its cost and in decode steps."""
+    """The reason to skip ``trial``: predicted far above the measured best in its cost, and in decode steps too where it
+    could serve them beside another.
+    """
     measured = [other for other in trials if other.eligible]
     if not measured or recipe.objective == "memory":
         return ""
@@ -274,7 +286,7 @@ def hopeless(recipe: Recipe, trial: Trial, trials: Sequence[Trial]) -> str:
         return ""
     decode = predicted_decode(trial)
     best, best_decode = min(map(Trial.cost, measured)), min(map(Trial.decode, measured))
-    if cost <= HOPELESS * best or decode <= HOPELESS * best_decode:
+    if cost <= HOPELESS * best or (for_few(trial) and decode <= HOPELESS * best_decode):
         return ""
     return f"predicted cost {cost:.2f}x of before, measured {best:.2f}x with another candidate"
 

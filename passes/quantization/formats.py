@@ -112,12 +112,14 @@ class Int8Format(WeightFormat):
     Attributes:
         reduce_range: rounds to codes that AVX2 multiplies faster (``reduced_range``); the layout is the same.
         keep_levels: leaves out ``reduce_range`` for weights that 8 bits hold as they are, such as those of a Q8_0 file.
+        precision: of the products with float activations, ``bfloat16`` or ``float32``.
     """
 
     group_size: int = 0
     weight_only: bool = False
     reduce_range: bool = False
     keep_levels: bool = True
+    precision: str = "float32"
     label = "int8"
 
     @property
@@ -136,10 +138,15 @@ class Int8Format(WeightFormat):
     def grid(self) -> Grid:
         return IntegerGrid(8, self.group_size, symmetric=True, half=False)
 
+    def options(self, weight: Mapping[str, Tensor]) -> dict[str, Any]:
+        return {} if self.precision == "float32" else {"precision": self.precision}
+
     def lacks(self, n: int, k: int, target: Target) -> str | None:
         reason = uneven(k, self.group_size)
         if reason:
             return reason
+        if self.precision == "bfloat16" and target.kind != "cpu":
+            return "bfloat16 activations of int8 layers are for CPUs; weight_only does the same on GPUs"
         scales = torch.empty(n, k // (self.group_size or k), device="meta")
         int8 = torch.empty(n, k, dtype=torch.int8, device="meta")
         position = self.first_operand

@@ -3,8 +3,10 @@ bit, against the portable variant. Speed is not tested."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +17,15 @@ from hypothesis import strategies as st
 
 from optkit.kernels import reference
 from optkit.kernels.cpu import int8, native
-from tests.kernels import test_attention, test_int4, test_int8, test_norms, test_w8a16, test_wna16
+from tests.kernels import (
+    test_attention,
+    test_bfloat16,
+    test_int4,
+    test_int8,
+    test_norms,
+    test_w8a16,
+    test_wna16,
+)
 from tests.support import emulated, native_build
 
 SETTINGS = settings(deadline=None, max_examples=30)
@@ -135,6 +145,59 @@ def test_weight_only_int8_is_close_to_float_weights(
 @given(test_wna16.layers(), st.integers(1, 45))
 def test_packed_codes_have_the_same_bits_at_every_level(layer: test_wna16.Layer, rows: int) -> None:
     test_wna16.test_instruction_sets_give_the_same_bits.hypothesis.inner_test(layer, rows)
+
+
+@SETTINGS
+@given(test_int8.layers(), st.booleans(), st.integers(1, 4))
+def test_bfloat16_is_close_to_float64_on_rounded_operands(
+    layer: tuple[int, int, int, int, int], biased: bool, threads: int
+) -> None:
+    native.set_isa("amx")
+    test_bfloat16.close_to_rounded_operands(layer, biased, threads)
+
+
+@pytest.mark.parametrize(("k", "n", "rows"), [(576, 96, 17), (1536, 83, 40)])
+def test_rows_in_bfloat16_have_the_same_bits_in_any_batch(k: int, n: int, rows: int) -> None:
+    native.set_isa("amx")
+    test_bfloat16.rows_have_the_same_bits(k, n, rows)
+
+
+@LEVELS
+@pytest.mark.parametrize(("k", "width", "n", "rows"), [(64, 32, 40, 1), (640, 64, 96, 20), (96, 64, 33, 40)])
+def test_a_gated_mlp_has_the_bits_of_its_three_ops(isa: str, k: int, width: int, n: int, rows: int) -> None:
+    for activation in test_bfloat16.ACTIVATIONS:
+        test_bfloat16.mlp_has_the_bits_of_three_ops(isa, activation, k, width, n, rows)
+
+
+BITS_OF_BFLOAT16 = """
+import hashlib, sys, torch
+from optkit.kernels.cpu import int8, native
+from tests.kernels.test_int8 import weights_of
+if "amx" not in native.usable_isas():
+    sys.exit("no AMX")
+native.set_isa("amx")
+torch.manual_seed(0)
+bits = hashlib.sha256()
+for k, n, rows in ((576, 96, 1), (576, 83, 40), (1536, 64, 70)):
+    packed = int8.pack(dict(zip((1, 2), weights_of(n, k, 32), strict=True)))
+    x = torch.randn(rows, k) * torch.logspace(-20, 3, k)
+    bits.update(int8.linear_w8a16(x, packed[1], packed[2], torch.randn(n), precision="bfloat16").numpy().tobytes())
+print(bits.hexdigest())
+"""
+
+
+def test_bfloat16_tiles_have_the_bits_of_the_hardware() -> None:
+    """TDPBF16PS and VCVTNE2PS2BF16, as emulated, beside a CPU that has both."""
+    command = [sys.executable, "-c", BITS_OF_BFLOAT16]
+    emulation = {native.LIBRARY_VARIABLE: str(emulated.library())}
+    results = [
+        subprocess.run(command, env=os.environ | more, cwd=native_build.ROOT, capture_output=True, text=True)
+        for more in ({native.LIBRARY_VARIABLE: ""}, emulation)
+    ]
+    if "no AMX" in results[0].stderr:
+        pytest.skip("the CPU has no AMX")
+    assert all(result.returncode == 0 for result in results), [result.stderr for result in results]
+    assert results[0].stdout == results[1].stdout
 
 
 # -- quantization, norms, attention -----------------------------------------------------------------------

@@ -176,7 +176,7 @@ def test_blocks_of_tokens_give_the_bits_of_whole_calls(
     torch.testing.assert_close(
         blocks, reference.rms_norm(reference.silu_mul_packed(hidden)[index], None, 1e-6)
     )
-    monkeypatch.setattr(program, "LEAST_BLOCK_TOKENS", 10**9)
+    monkeypatch.setattr(built, "blocks", program.Blocks(least=10**9))
     (whole,) = run(built, tokens, x, index, logits=3)
     assert torch.equal(blocks, whole)
 
@@ -188,14 +188,15 @@ def test_buffers_of_one_run_take_the_memory_of_a_block() -> None:
     assert many - few == 1000 * built.bytes_per_row[TOKENS] and built.block_token_bytes >= 64 * 4
 
 
-@given(st.integers(1, 5000), st.integers(1, 64))
-def test_all_threads_get_equally_many_blocks(tokens: int, threads: int) -> None:
-    block = program.block_tokens(tokens, threads)
+@given(st.integers(1, 5000), st.integers(1, 64), st.sampled_from([(32, 64), (128, 256)]))
+def test_all_threads_get_equally_many_blocks(tokens: int, threads: int, limits: tuple[int, int]) -> None:
+    limit = program.Blocks(*limits)
+    block = limit.tokens(tokens, threads)
     if block == 0:
-        assert tokens < threads * program.LEAST_BLOCK_TOKENS
+        assert tokens < threads * limit.least
         return
     blocks = -(-tokens // block)
-    assert block <= program.BLOCK_TOKENS
+    assert block <= limit.most
     assert -(-blocks // threads) * block <= tokens / threads + block
 
 

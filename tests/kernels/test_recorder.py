@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from optkit.kernels.cpu import native
-from optkit.kernels.cpu.program import LEAST_BLOCK_TOKENS, TOKENS, Builder, Program
+from optkit.kernels.cpu.program import DEFAULT_BLOCKS, TOKENS, Builder, Program
 from optkit.kernels.cpu.recorder import RECORD, WHOLE_RUN, CallRecorder, RecordedProgram, most_records, ticks
 from tests.kernels.test_program import mlp, run
 
@@ -26,7 +26,7 @@ def programs(capacity: int = 4096) -> tuple[Program, RecordedProgram]:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("tokens", [1, 5, 2 * LEAST_BLOCK_TOKENS, 300])
+@pytest.mark.parametrize("tokens", [1, 5, 2 * DEFAULT_BLOCKS.least, 300])
 def test_each_call_has_a_record_and_bits_stay(tokens: int, threads: int) -> None:
     torch.set_num_threads(threads)
     plain, recorded = programs()
@@ -48,7 +48,7 @@ def test_each_call_has_a_record_and_bits_stay(tokens: int, threads: int) -> None
             np.cumsum([0, *of_op["count"][np.argsort(of_op["first"])][:-1]])
         )
     assert set(calls["thread"]) <= set(range(64)) and len(set(calls["thread"])) <= threads
-    assert len(whole) == (tokens >= threads * LEAST_BLOCK_TOKENS)
+    assert len(whole) == (tokens >= threads * DEFAULT_BLOCKS.least)
     assert (whole["count"] == plain.num_calls).all()
 
 

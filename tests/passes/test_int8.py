@@ -314,3 +314,29 @@ def test_every_layer_weight_only(group_size: int, fused: bool) -> None:
 def test_a_pattern_that_is_none_is_refused() -> None:
     with pytest.raises(ValidationError, match="not a regular expression"):
         Int8Config(weight_only=["re:("])
+
+
+@pytest.mark.parametrize("amx", [False, True])
+def test_auto_activations_are_those_of_the_cpu(amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "multiplies_bfloat16", lambda: amx)
+    _, smooth = checked(captured("llama"), "smoothquant", activations="auto")
+    assert bool(smooth.sites) == (not amx)
+    graph = captured("llama")
+    plan = apply(graph, "int8", activations="auto")
+    nodes = list(graph.calls(reference.linear_w8a16 if amx else reference.linear_w8a8))
+    assert len(nodes) == len(plan.sites) > 0
+    assert {node.kwargs.get("precision") for node in nodes} == {"bfloat16" if amx else None}
+    if amx:  # closer than int8 activations: weights alone are rounded to int8
+        (ids,) = random_ids([24])
+        errors = [
+            relative_error(dense(each, ids), dense(captured("llama"), ids))
+            for each in (graph, quantized("llama"))
+        ]
+        assert errors[0] < errors[1]
+
+
+def test_bfloat16_activations_skip_all_layers_of_other_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "multiplies_bfloat16", lambda: False)
+    options = {"activations": "bfloat16", "lm_head": True, "weight_only": ["lm_head"]}
+    _, plan = checked(captured("llama"), "int8", **options)
+    assert not plan.sites and reasons(plan) == {"bfloat16 activations are for CPUs with AMX"}

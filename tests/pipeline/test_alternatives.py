@@ -13,6 +13,7 @@ from optkit.artifact.open import Artifact
 from optkit.evaluation.speed import PairedTimes, workload_points
 from optkit.graph.shapes import Point
 from optkit.kernels import reference
+from optkit.kernels.cpu import native
 from optkit.lowering.lower import Executable
 from optkit.pipeline import alternatives, measurement, objective
 from optkit.pipeline.records import PassRecord
@@ -209,3 +210,19 @@ def test_a_second_run_takes_the_choice_from_the_cache(
     count = len(measured)
     assert run(source, tmp_path / "two", text, work).to_dict() == first.to_dict()
     assert len(measured) == count
+
+
+def test_a_candidate_with_nothing_to_change_here_is_skipped_unmeasured(
+    source: Path,
+    tmp_path: Path,
+    seconds: Callable[[Seconds], list[tuple[set[str], set[str]]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(native, "multiplies_bfloat16", lambda: False)
+    measured = seconds(lambda kinds, decode: 0.5 if kinds else 1.0)
+    text = CANDIDATES.format("objective: ttft").replace("w4a8: {}", "int8: {activations: bfloat16}")
+    passes, candidates = records(source, tmp_path / "out", text)
+    skipped = next(record for name, record in candidates.items() if "bfloat16" in name)
+    assert skipped.decision == "skipped" and "AMX" in skipped.reason and not skipped.measured
+    assert passes["int8"] == "kept"
+    assert measured

@@ -1,6 +1,7 @@
 """CPU kernels: the modules of this folder with kernels, and the union of their tables.
 
-A module holds ``KERNELS``, best first for each op, and ``EMITTERS`` for ops in calls of programs.
+A module holds ``KERNELS``, best first for each op, ``EMITTERS`` for ops in calls of programs, and ``CHAINS`` for
+several ops in a single call.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from optkit.kernels.cpu.emit import Emitter
+    from optkit.kernels.cpu.emit import Chain, Emitter
     from optkit.kernels.kernel import Kernel
 
 
@@ -25,6 +26,7 @@ def modules() -> tuple[ModuleType, ...]:
         heads,
         int4,
         int8,
+        mlp,
         norms,
         onednn,
         recurrent,
@@ -33,7 +35,7 @@ def modules() -> tuple[ModuleType, ...]:
         wna16,
     )
 
-    first = int8, int4, wna16, experts, onednn, attention, sdpa, norms, gates
+    first = int8, int4, wna16, experts, onednn, attention, sdpa, norms, gates, mlp
     return *first, rope, gather, heads, recurrent, collectives
 
 
@@ -47,3 +49,9 @@ def emitters() -> dict[str, Emitter]:
     """The emitters by the op's name; ops without an emitter are no calls of programs."""
     rows = [row for module in modules() for row in getattr(module, "EMITTERS", ())]
     return {row.op: row for row in rows}
+
+
+@cache
+def chains() -> tuple[Chain, ...]:
+    """The chains of ops that become one call of a program."""
+    return tuple(chain for module in modules() for chain in getattr(module, "CHAINS", ()))

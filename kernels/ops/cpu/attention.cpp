@@ -26,6 +26,7 @@
 #include <cmath>
 #include <vector>
 
+#include "amx_tiles.h"
 #include "quantize_row.h"
 #include "scratch.h"
 #include "simd_int8.h"
@@ -36,7 +37,7 @@ namespace {
 
 constexpr int kTile = 64;
 constexpr int kSplit = 256;
-constexpr int kMaxTileRows = 6;   // of the register tiles of attention_tile.h
+constexpr int kMaxTileRows = 16;  // of the blocks of attention_tile.h
 constexpr int kMaxRows = 192;     // rows of an item: enough to pay for transposing the keys
 constexpr int kSplitRows = 24;    // items of more rows are cut along the keys only where there are fewer than threads
 constexpr int kCutItems = 64;     // where there are more items they are parallel enough, and parts would cost memory
@@ -102,8 +103,9 @@ Scratch scratch_of_thread(const Problem& p, int64_t rows) {
     thread_local GrowingMemory buffer;
     const size_t depth = p.depth, width = p.width, sums = sums_size(p, rows);
     const size_t zeros = std::max({depth, width, size_t(kTile)});
-    const size_t sizes[] = {rows * depth, depth * kTile, width * kTile, kMaxTileRows * kTile, zeros, size_t(rows), kTile,
-                            kTile, kTile, kTile, size_t(rows), kMaxTileRows * 2 * kTile / 4, 2 * size_t(p.depth_bytes) / 4,
+    const size_t whole_blocks = (rows + kMaxTileRows - 1) / kMaxTileRows * kMaxTileRows;  // of whole lines each
+    const size_t sizes[] = {whole_blocks * ((depth + 63) / 64 * 64), (depth + 16) * kTile, width * kTile,
+                            kMaxTileRows * kTile, zeros, size_t(rows), kSplit, kSplit, kSplit, kSplit, size_t(rows), kMaxTileRows * 2 * kTile / 4, 2 * size_t(p.depth_bytes) / 4,
                             sums, sums};
     constexpr int count = sizeof sizes / sizeof *sizes;
     size_t total = 0;
@@ -268,6 +270,7 @@ struct Functions {
 
 #define OPTKIT_BODY "attention_tile.h"
 #define OPTKIT_INTEGERS
+#define OPTKIT_TILED
 #include "each_isa.h"
 
 // One entry of the queue: a whole item (split < 0), or one of its splits with the place of its partial sums.

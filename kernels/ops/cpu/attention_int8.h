@@ -207,9 +207,14 @@ struct OnInt8 {
     }
 
     OPTKIT_TARGET static void pack_tile(const Problem& p, int, int count, Scratch& scratch) {
+        pack(p, count, scratch, I::key_zero);
+    }
+
+    // The keys with their zero point, or signed.
+    OPTKIT_TARGET static void pack(const Problem& p, int count, Scratch& scratch, bool zero_point) {
         transpose_words(p.depth / 4, count, scratch);
         for (int j = 0; j < count; j += kLanes) {
-            for (int w = 0; I::key_zero && w < p.depth / 4; ++w) flip_signs(scratch.k + w * kTile + j);
+            for (int w = 0; zero_point && w < p.depth / 4; ++w) flip_signs(scratch.k + w * kTile + j);
             // A value that is no number becomes a score that is none: rows that may not see it don't.
             const S::Vec scale = S::load(scratch.v_scale + j), limit = S::all(__builtin_inff());
             const S::Vec key = S::load(scratch.k_scale + j);
@@ -246,10 +251,6 @@ struct OnInt8 {
                             (block.stop + 3) / 4, sums.out + block.first_row * p.width);
     }
 
-  private:
-    // Sixteen words of bytes, signed to unsigned or back.
-    OPTKIT_TARGET OPTKIT_INLINE static void flip_signs(void* words) { I::store(words, I::flip_signs(I::load(words))); }
-
     // Halves of x [D] in steps of its largest number, and what undoes the zero point of keys; gives what a step is worth.
     OPTKIT_TARGET static float round_query(const float* x, const Problem& p, uint8_t* first, uint8_t* second,
                                            int32_t& sum) {
@@ -263,27 +264,6 @@ struct OnInt8 {
         }
         sum = without_zero(sums, I::key_zero);
         return most / kQuerySteps;
-    }
-
-    // Scratch.v from `count` values; those of the rest of the last word are zero.
-    OPTKIT_TARGET static void interleave_values(const Problem& p, int count, Scratch& scratch) {
-        auto* to = reinterpret_cast<uint32_t*>(scratch.v);
-        for (int j = 0; j < count; j += 4, to += p.width) {
-            const char* rows[4];
-            for (int i = 0; i < 4; ++i)
-                rows[i] = j + i < count ? scratch.values[j + i] : reinterpret_cast<const char*>(scratch.zeros);
-            int d = 0;
-            for (; d + 4 * kLanes <= p.v_dim; d += 4 * kLanes) I::interleave_64(rows, d, to + d);
-            for (; d + kLanes <= p.v_dim; d += kLanes) I::store(to + d, I::interleave(rows, d));
-            if (d < p.v_dim) {
-                char tails[4][kLanes] = {};
-                for (int i = 0; i < 4; ++i) {
-                    std::memcpy(tails[i], rows[i] + d, p.v_dim - d);
-                    rows[i] = tails[i];
-                }
-                I::store(to + d, I::interleave(rows, 0));
-            }
-        }
     }
 
     // The online softmax of a block: what its earlier sums, and a step of its weights here, are worth from now on. All
@@ -307,6 +287,31 @@ struct OnInt8 {
             step[r] *= 1.0f / kWeightSteps;
             l[r] = l[r] * rescale[r] + rows[r].sum * step[r];
             zero_sums[r] = rows[r].zero_sum;
+        }
+    }
+
+  private:
+    // Sixteen words of bytes, signed to unsigned or back.
+    OPTKIT_TARGET OPTKIT_INLINE static void flip_signs(void* words) { I::store(words, I::flip_signs(I::load(words))); }
+
+    // Scratch.v from `count` values; those of the rest of the last word are zero.
+    OPTKIT_TARGET static void interleave_values(const Problem& p, int count, Scratch& scratch) {
+        auto* to = reinterpret_cast<uint32_t*>(scratch.v);
+        for (int j = 0; j < count; j += 4, to += p.width) {
+            const char* rows[4];
+            for (int i = 0; i < 4; ++i)
+                rows[i] = j + i < count ? scratch.values[j + i] : reinterpret_cast<const char*>(scratch.zeros);
+            int d = 0;
+            for (; d + 4 * kLanes <= p.v_dim; d += 4 * kLanes) I::interleave_64(rows, d, to + d);
+            for (; d + kLanes <= p.v_dim; d += kLanes) I::store(to + d, I::interleave(rows, d));
+            if (d < p.v_dim) {
+                char tails[4][kLanes] = {};
+                for (int i = 0; i < 4; ++i) {
+                    std::memcpy(tails[i], rows[i] + d, p.v_dim - d);
+                    rows[i] = tails[i];
+                }
+                I::store(to + d, I::interleave(rows, 0));
+            }
         }
     }
 };

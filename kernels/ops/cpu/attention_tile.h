@@ -89,6 +89,29 @@ OPTKIT_TARGET inline void transpose_words(int words, int count, Scratch& scratch
     }
 }
 
+// The rows of the item from `row` on, at most so many, beside the tile at `begin` of `count` keys.
+OPTKIT_INLINE Block block_of(const Problem& p, const Item& item, int64_t begin, int count, int row, int most) {
+    Block block;
+    const int left = item.count * p.group - row;
+    block.rows = left < most ? left : most;
+    block.first_row = row;
+    block.kv_head = item.kv_head;
+    block.begin = begin;
+    block.first = item.position + row / p.group - begin;
+    block.last = item.position + (row + block.rows - 1) / p.group - begin;
+    block.stop = static_cast<int>(block.last < count ? block.last + 1 : count);
+    const int64_t start = p.limited ? first_key(p, begin + block.first) - begin : 0;
+    block.start = start > 0 ? static_cast<int>(start < kTile ? start : kTile) : 0;
+    block.vecs = (block.stop + kLanes - 1) / kLanes;
+    return block;
+}
+
+// The keys of the tile at `begin` that some row of the item sees, or all before the first row.
+OPTKIT_INLINE int keys_of(const Item& item, int64_t begin) {
+    const int64_t left = item.position + item.count - begin;
+    return static_cast<int>(left < kTile ? left : kTile);
+}
+
 inline const float* query_of(const Problem& p, const Item& item, int row) {
     const int64_t token = item.token + row / p.group, head = item.kv_head * p.group + row % p.group;
     return p.q + token * p.q_token + head * p.q_head;
@@ -97,6 +120,9 @@ inline const float* query_of(const Problem& p, const Item& item, int row) {
 #include "attention_float.h"
 #include "attention_int8.h"
 #include "attention_sparse.h"
+#ifdef OPTKIT_TILES
+#include "attention_amx.h"
+#endif
 
 // Calls attend for one block of rows, whose number becomes a constant.
 template <class Kind, int R = kRows>
@@ -105,46 +131,50 @@ OPTKIT_TARGET void attend_block(const Problem& p, const Block& block, Scratch& s
     if constexpr (R > 1) attend_block<Kind, R - 1>(p, block, scratch, sums);
 }
 
+OPTKIT_TARGET inline void pack_queries(const Problem& p, const Item& item, Scratch& scratch) {
+#ifdef OPTKIT_TILES
+    if (OnTiles::takes(p, item)) return OnTiles::pack_queries(p, item, scratch);
+#endif
+    p.int8_cache ? OnInt8::pack_queries(p, item, scratch) : OnFloat::pack_queries(p, item, scratch);
+}
+
 // All rows of the item against the tile of keys that starts at `begin`.
 template <class Kind>
 OPTKIT_TARGET void attend_tile(const Problem& p, const Item& item, int64_t begin, Scratch& scratch,
                                const Sums& sums) {
-    const int64_t end = item.position + item.count - begin;
-    const int count = static_cast<int>(end < kTile ? end : kTile);
-    const int rows = item.count * p.group;
+    const int count = keys_of(item, begin), rows = item.count * p.group;
     locate(p, item, begin, count, scratch);
     if (rows <= kRows) prefetch(p, item, begin + kTile);
     Kind::pack_tile(p, rows, count, scratch);
     for (int row = 0; row < rows; row += kRows) {
-        Block block;
-        block.rows = rows - row < kRows ? rows - row : kRows;
-        block.first_row = row;
-        block.kv_head = item.kv_head;
-        block.begin = begin;
-        block.first = item.position + row / p.group - begin;
-        block.last = item.position + (row + block.rows - 1) / p.group - begin;
-        block.stop = static_cast<int>(block.last < count ? block.last + 1 : count);
-        const int64_t start = p.limited ? first_key(p, begin + block.first) - begin : 0;
-        block.start = start > 0 ? static_cast<int>(start < kTile ? start : kTile) : 0;
-        block.vecs = (block.stop + kLanes - 1) / kLanes;
+        const Block block = block_of(p, item, begin, count, row, kRows);
         if (block.start < block.stop) attend_block<Kind>(p, block, scratch, sums);
     }
+}
+
+// All rows of the item against the tiles of keys from `begin` on, up to `stop` or the end of a split.
+OPTKIT_TARGET inline void attend_tiles(const Problem& p, const Item& item, int64_t begin, int64_t stop, Scratch& scratch,
+                                       const Sums& sums) {
+#ifdef OPTKIT_TILES
+    if (OnTiles::takes(p, item)) return OnTiles::attend_tiles(p, item, begin, stop, scratch, sums);
+#endif
+    const auto attend = p.int8_cache ? attend_tile<OnInt8> : attend_tile<OnFloat>;
+    for (; begin < stop; begin += kTile)
+        if (!scratch.selected || scratch.selected[begin / kTile]) attend(p, item, begin, scratch, sums);
 }
 
 // The branches of a tree against the keys of a split from position `begin` on, one after another: each has keys of its own.
 OPTKIT_TARGET inline void attend_branches(const Problem& p, const Item& item, int64_t begin, int64_t split_stop,
                                           Scratch& scratch, const Sums& sums) {
     thread_local std::vector<int> path;
-    const auto attend = p.int8_cache ? attend_tile<OnInt8> : attend_tile<OnFloat>;
     for (int row = 0, count; row < item.count; row += count) {
         const Item branch = branch_of(p, item, row, path);
         count = branch.count;
         const int64_t first = int64_t(row) * p.group, stop = branch.position + count;
         const Sums part = {sums.out + first * p.width, sums.m + first, sums.l + first};
         const int64_t seen = first_key(p, branch.position) / kTile * kTile;
-        p.int8_cache ? OnInt8::pack_queries(p, branch, scratch) : OnFloat::pack_queries(p, branch, scratch);
-        for (int64_t at = begin < seen ? seen : begin; at < split_stop && at < stop; at += kTile)
-            attend(p, branch, at, scratch, part);
+        pack_queries(p, branch, scratch);
+        attend_tiles(p, branch, std::max(begin, seen), std::min(split_stop, stop), scratch, part);
     }
 }
 
@@ -157,10 +187,9 @@ OPTKIT_TARGET inline void attend_split(const Problem& p, const Item& item, int64
     // Tiles before a tree are common to its nodes, unless what a node sees of them depends on its position.
     if (item.is_tree) stop = p.limited || p.slopes ? 0 : item.prefix / kTile * kTile;
     if (!item.is_tree && begin < seen) begin = seen / kTile * kTile;
-    const auto attend = p.int8_cache ? attend_tile<OnInt8> : attend_tile<OnFloat>;
     if (item.count * p.group <= kRows) prefetch(p, item, begin);
-    for (; begin < split_stop && begin < stop; begin += kTile)
-        if (!scratch.selected || scratch.selected[begin / kTile]) attend(p, item, begin, scratch, sums);
+    attend_tiles(p, item, begin, std::min(split_stop, stop), scratch, sums);
+    while (begin < split_stop && begin < stop) begin += kTile;
     // Branches take the place of the item in Scratch.q, so none before the last common tile.
     if (item.is_tree && begin < split_stop) attend_branches(p, item, begin, split_stop, scratch, sums);
 }
@@ -171,19 +200,32 @@ inline bool reads_split(const Item& item, int64_t split, const Scratch& scratch)
     return !scratch.selected || std::any_of(scratch.selected + first, scratch.selected + last, [](uint8_t on) { return on; });
 }
 
+// The largest scores and the sums of weights of up to 16 rows from `row` on, and what both outputs are worth from now on.
+OPTKIT_TARGET inline void merge_rows(const Sums& part, const Sums& total, int row, int count, float* keep, float* take) {
+    const S::Vec old = S::load_some(total.m + row, count), new_m = S::load_some(part.m + row, count);
+    const S::Vec m = S::where_less(old, new_m, new_m, old);
+    const S::Vec shift = S::where_less(m, S::all(-__FLT_MAX__), S::all(0.0f), m);
+    const S::Vec keeps = exp2(S::sub(old, shift)), takes = exp2(S::sub(new_m, shift));
+    const S::Vec kept = S::mul(S::load_some(total.l + row, count), keeps);
+    S::store_some(total.m + row, m, count);
+    S::store_some(total.l + row, S::add(kept, S::mul(S::load_some(part.l + row, count), takes)), count);
+    S::store(keep, keeps);
+    S::store(take, takes);
+}
+
 // total += part, both relative to their own largest score.
 OPTKIT_TARGET inline void merge(const Problem& p, const Item& item, const Sums& part, const Sums& total) {
-    for (int row = 0; row < item.count * p.group; ++row) {
-        const float m = total.m[row] < part.m[row] ? part.m[row] : total.m[row];
-        const float shift = m == -__builtin_inff() ? 0.0f : m;
-        const float keep = exp2_of(total.m[row] - shift), take = exp2_of(part.m[row] - shift);
-        total.m[row] = m;
-        total.l[row] = total.l[row] * keep + part.l[row] * take;
-        const S::Vec keeps = S::all(keep), takes = S::all(take);
-        float* to = total.out + row * p.width;
-        const float* from = part.out + row * p.width;
-        for (int d = 0; d < p.width; d += kLanes)
-            S::store(to + d, S::fma(S::load(from + d), takes, S::mul(S::load(to + d), keeps)));
+    for (int row = 0; row < item.count * p.group; row += kLanes) {
+        const int count = std::min(item.count * p.group - row, kLanes);
+        float keep[kLanes], take[kLanes];
+        merge_rows(part, total, row, count, keep, take);
+        for (int r = 0; r < count; ++r) {
+            const S::Vec keeps = S::all(keep[r]), takes = S::all(take[r]);
+            float* to = total.out + (row + r) * p.width;
+            const float* from = part.out + (row + r) * p.width;
+            for (int d = 0; d < p.width; d += kLanes)
+                S::store(to + d, S::fma(S::load(from + d), takes, S::mul(S::load(to + d), keeps)));
+        }
     }
 }
 
@@ -210,7 +252,7 @@ OPTKIT_TARGET inline void finish(const Problem& p, const Item& item, const Sums&
 
 // A whole item: its splits one after another.
 OPTKIT_TARGET inline void attend_all(const Problem& p, const Item& item, Scratch& scratch) {
-    p.int8_cache ? OnInt8::pack_queries(p, item, scratch) : OnFloat::pack_queries(p, item, scratch);
+    pack_queries(p, item, scratch);
     clear(p, item, scratch.total);
     scratch.selected = is_sparse(p, item) ? select_tiles(p, item, scratch) : nullptr;
     for (int64_t split = first_split(p, item); split <= last_split(item); ++split) {
@@ -224,7 +266,7 @@ OPTKIT_TARGET inline void attend_all(const Problem& p, const Item& item, Scratch
 // One split of an item, into its place among the partial sums.
 OPTKIT_TARGET inline void attend_part(const Problem& p, const Item& item, int64_t split, const Sums& part,
                                       Scratch& scratch) {
-    p.int8_cache ? OnInt8::pack_queries(p, item, scratch) : OnFloat::pack_queries(p, item, scratch);
+    pack_queries(p, item, scratch);
     scratch.selected = nullptr;
     attend_split(p, item, split, scratch, part);
 }

@@ -72,12 +72,15 @@ bool avx512_vnni() {
 }
 
 #ifdef OPTKIT_AMX
-// AMX-TILE and AMX-INT8, and both parts of the tiles' registers saved. With AVX-512 XGETBV can be asked.
-bool amx_int8() {
-    return avx512_vnni() && (leaf_7(0).edx >> 24 & 3) == 3 && (saved_registers() >> 17 & 3) == 3 && tiles_permitted();
+// AMX-TILE, AMX-INT8 and AMX-BF16, and both parts of the tiles' registers saved. With AVX-512 XGETBV can be asked. All CPUs
+// with AMX also have VBMI and AVX512-BF16, which a hypervisor may hide.
+bool amx() {
+    constexpr unsigned TILE_BF16_INT8 = 1u << 24 | 1u << 22 | 1u << 25;
+    return avx512_vnni() && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16") &&
+           (leaf_7(0).edx & TILE_BF16_INT8) == TILE_BF16_INT8 && (saved_registers() >> 17 & 3) == 3 && tiles_permitted();
 }
 #else
-bool amx_int8() { return false; }
+bool amx() { return false; }
 #endif
 
 #else
@@ -85,7 +88,7 @@ bool amx_int8() { return false; }
 bool avx2() { return false; }
 bool avx_vnni() { return false; }
 bool avx512_vnni() { return false; }
-bool amx_int8() { return false; }
+bool amx() { return false; }
 
 #endif
 

@@ -19,7 +19,7 @@
 #if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11  // older compilers leave these variants out
 #define OPTKIT_AVX_VNNI __attribute__((target("avxvnni,avx2,fma,f16c")))
 #define OPTKIT_AMX \
-    __attribute__((target("amx-tile,amx-int8,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")))
+    __attribute__((target("amx-tile,amx-int8,amx-bf16,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx512bf16,avx2,fma,f16c")))
 #endif
 #endif
 #else

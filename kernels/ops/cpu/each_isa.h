@@ -7,7 +7,8 @@
 // `functions()` that gives its entry points; `functions_in_use()` gives those for the instruction set in use. Included
 // inside namespace optkit, once a source file; no include guard, since it is text and declares nothing by itself.
 //
-// A body that uses I has OPTKIT_INTEGERS defined, and a variant too for each instruction set whose I is not its base's.
+// A body that uses I has OPTKIT_INTEGERS defined, and a variant too for each instruction set whose I is not its base's. One
+// with OPTKIT_TILED has a variant for AMX, which finds OPTKIT_TILES defined.
 
 #if OPTKIT_X86
 namespace avx512 {
@@ -18,6 +19,18 @@ using I = Int8Avx512;
 #include OPTKIT_BODY
 #undef OPTKIT_TARGET
 }  // namespace avx512
+#if defined(OPTKIT_TILED) && defined(OPTKIT_AMX)
+namespace amx {
+#define OPTKIT_TARGET OPTKIT_AMX
+#define OPTKIT_TILES
+using S = Avx512;
+using I = Int8Avx512;
+#include "vector_math.h"
+#include OPTKIT_BODY
+#undef OPTKIT_TILES
+#undef OPTKIT_TARGET
+}  // namespace amx
+#endif
 namespace avx2 {
 #define OPTKIT_TARGET OPTKIT_AVX2
 using S = Avx2;
@@ -57,6 +70,9 @@ using I = Int8Portable;
 }  // namespace portable
 
 inline auto functions_in_use() {
+#if defined(OPTKIT_TILED) && defined(OPTKIT_AMX)
+    if (isa() == Isa::amx) return amx::functions();
+#endif
 #if defined(OPTKIT_INTEGERS) && defined(OPTKIT_AVX_VNNI)
     if (isa() == Isa::avx_vnni) return avx_vnni::functions();
 #endif
@@ -73,3 +89,4 @@ inline auto functions_in_use() {
 }
 #undef OPTKIT_BODY
 #undef OPTKIT_INTEGERS
+#undef OPTKIT_TILED

@@ -7,7 +7,7 @@ takes ``quantized``, the wanted int8 form of the first result, and returns q and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,29 @@ class Emitter:
     op: str
     emit: Callable[..., Result]
     fuses_quantization: bool = False
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of an op: views in the place of activations, packed tensors in the place of weights.
+
+    In a chain, the result of the previous op is None.
+    """
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A row of a module's ``CHAINS``: ops in one call, where each op is the only reader of the previous result.
+
+    ``emit`` takes the builder and the arguments of each op, and returns the view of the last op's result. For layers
+    better served by separate calls, ``emit`` raises NotImplementedError before adding anything.
+    """
+
+    ops: tuple[str, ...]
+    emit: Callable[..., View]
 
 
 @dataclass(frozen=True)

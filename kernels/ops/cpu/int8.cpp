@@ -84,7 +84,7 @@ LinearRows linear_rows() {
     if (isa() == Isa::avx_vnni) return linear_avx_vnni;
 #endif
 #ifdef OPTKIT_AMX
-    if (isa() == Isa::amx_int8) return linear_amx;
+    if (isa() == Isa::amx) return linear_amx;
 #endif
     if (base_isa() == Isa::avx512_vnni) return linear_avx512;
     if (base_isa() == Isa::avx2) return linear_avx2;

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from optkit.kernels.cpu import native, weight_memory
 from optkit.kernels.cpu.emit import Emitter, Quantization, Result, quantized_buffers
-from optkit.kernels.cpu.program import Builder, Size, View
+from optkit.kernels.cpu.program import DEFAULT_BLOCKS, Blocks, Builder, Size, View
 from optkit.kernels.kernel import Kernel
 
 PANEL, STEP, MOST_OF_TWO = 32, 4, 128  # as in int8.h
 GROUPS = "one group, or groups of whole 4 channels"
+BFLOAT16 = "bfloat16"  # the option ``precision`` of linear_w8a16
+TILE_BLOCKS = Blocks(most=256)  # each call makes all tiles of weights anew
 WHOLE_GROUPS = "groups of whole 4 channels"
 
 
@@ -95,13 +97,24 @@ def linear_w8a8(
     return out
 
 
-def linear_w8a16(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See ``reference.linear_w8a16``; weights are packed, activations keep 16 bits (w8a16.cpp)."""
-    return weight_only(x, weight, weight_scale, bias, None)
+def linear_w8a16(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *, precision: str = "float32"
+) -> Tensor:
+    """See ``reference.linear_w8a16``; weights are packed.
+
+    Activations keep 16 bits (w8a16.cpp). With ``precision="bfloat16"`` a CPU with AMX rounds activations and weights to
+    bfloat16 (w8a16_amx.cpp).
+    """
+    return weight_only(x, weight, weight_scale, bias, None, precision)
 
 
 def weight_only(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, order: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    order: Tensor | None,
+    precision: str = "float32",
 ) -> Tensor:
     """The product of float activations [T, K] and a packed int8 weight, [T, N].
 
@@ -126,6 +139,7 @@ def weight_only(
         k,
         weight_scale.shape[1],
         is_half(weight_scale),
+        precision == BFLOAT16,
         native.threads(),
     )
     return out
@@ -240,16 +254,39 @@ def emit_linear_w8a8(
 
 
 def emit_linear_w8a16(
-    b: Builder, x: View, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None
+    b: Builder,
+    x: View,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    precision: str = "float32",
 ) -> Result:
-    return emit_weight_only(b, x, weight, weight_scale, bias, None)
+    return emit_weight_only(b, x, weight, weight_scale, bias, None, precision)
 
 
 def emit_weight_only(
-    b: Builder, x: View, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, order: Tensor | None
+    b: Builder,
+    x: View,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    order: Tensor | None,
+    precision: str = "float32",
 ) -> Result:
     layer = layer_arguments(b, x, weight, weight_scale, bias)
-    b.call("linear_w8a16", by_rows=True, x=x, x_stride=x.row_stride, order=order, **layer)
+    bf16 = precision == BFLOAT16
+    blocks = TILE_BLOCKS if bf16 and native.multiplies_bfloat16() else DEFAULT_BLOCKS
+    b.call(
+        "linear_w8a16",
+        by_rows=True,
+        blocks=blocks,
+        x=x,
+        x_stride=x.row_stride,
+        order=order,
+        bf16=bf16,
+        **layer,
+    )
     return (layer["out"],)
 
 

@@ -6,11 +6,10 @@
 //
 // After each group the sums go to memory, where AVX-512 adds them to the float sums. A group of 32 channels would fill
 // half a tile, and be followed by as much as a full one: such layers, and few rows, stay with AVX512-VNNI.
-//
-// Written without a CPU that has the instructions: the tests run the kernel emulated, its speed was not measured.
 #include <array>
 #include <cstring>
 
+#include "amx_tiles.h"
 #include "vnni_tile.h"
 
 #ifdef OPTKIT_AMX
@@ -19,37 +18,8 @@ namespace optkit {
 namespace {
 
 constexpr int64_t FEWEST_ROWS = 16;
-constexpr int64_t TILE_ROWS = 16, TILE_BYTES = 64, TILE_STEPS = TILE_BYTES / STEP;  // of activations, or of steps of weights
-constexpr int64_t ROWS = 2 * TILE_ROWS;
-
-// The operand of LDTILECFG (Intel SDM, volume 1, chapter 18).
-struct alignas(64) TileConfig {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t bytes[16];  // of a row, by tile
-    uint8_t rows[16];
-};
-
-// For `rows` rows, up to 32. Tiles 0 and 1 are sums of the first 16 rows, 2 and 3 of the others, 4 and 5 are the
-// activations of these rows, 6 and 7 the weights.
-constexpr TileConfig config_of(int64_t rows) {
-    TileConfig config{};
-    config.palette = 1;
-    const int64_t upper = std::min(rows, TILE_ROWS);
-    const int64_t of_tile[8] = {upper, upper, rows - upper, rows - upper, upper, rows - upper, TILE_STEPS, TILE_STEPS};
-    for (int t = 0; t < 8; ++t) {
-        config.rows[t] = static_cast<uint8_t>(of_tile[t]);
-        config.bytes[t] = of_tile[t] ? TILE_BYTES : 0;
-    }
-    return config;
-}
-
-constexpr std::array<TileConfig, ROWS> all_configs() {
-    std::array<TileConfig, ROWS> configs{};
-    for (int64_t rows = 1; rows <= ROWS; ++rows) configs[rows - 1] = config_of(rows);
-    return configs;
-}
-
-constexpr std::array<TileConfig, ROWS> CONFIGS = all_configs();  // by rows - 1
+constexpr int64_t TILE_STEPS = TILE_BYTES / STEP;  // of weights, in a tile
+constexpr int64_t ROWS = TILES_ROWS;
 
 // Up to 32 rows x one panel.
 struct Block {
@@ -81,7 +51,7 @@ OPTKIT_AMX void multiply_rest(const uint8_t* q, int64_t stride, int64_t rows, co
     std::memset(b.weight, 0, sizeof b.weight);
     for (int64_t r = 0; r < rows; ++r) std::memcpy(b.q[r], q + r * stride, steps * STEP);
     std::memcpy(b.weight, w, steps * STEP_BYTES);
-    __asm__ volatile("" : : : "memory");  // gcc's tile loads do not say that they read memory
+    tiles_and_memory_agree();
     multiply<TWO>(b.q[0], TILE_BYTES, b.weight);
 }
 
@@ -127,7 +97,7 @@ OPTKIT_AMX void block_of(const Linear& p, const Panel& panel, int64_t row, int64
     Block b;
     const uint8_t* q = p.q + row * p.q_stride;
     const int8_t* w = panel.weight;
-    _tile_loadconfig(&CONFIGS[rows - 1]);
+    configure_tiles(rows);
     for (int64_t g = 0; g < p.groups; ++g, q += p.group_steps * STEP, w += p.group_steps * STEP_BYTES) {
         multiply_group<TWO>(q, p.q_stride, rows, w, p.group_steps, b);
         for (int64_t r = 0; r < rows; ++r) add_group(p, panel, g, row + r, r, b);

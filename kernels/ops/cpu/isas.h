@@ -8,8 +8,8 @@
 // emulation, and speed was not measured.
 ISA(portable, portable, 1)
 ISA(avx2, avx2, 1)
-ISA(avx_vnni, avx2, 0)
+ISA(avx_vnni, avx2, 1)
 ISA(avx512_vnni, avx512_vnni, 1)
-ISA(amx_int8, avx512_vnni, 0)
+ISA(amx, avx512_vnni, 1)
 ISA(neon_dotprod, neon_dotprod, 0)
 ISA(neon_i8mm, neon_dotprod, 0)

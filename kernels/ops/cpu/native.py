@@ -132,6 +132,11 @@ def gains_by_reduced_range() -> bool:
     return available() and isa() == "avx2"
 
 
+def multiplies_bfloat16() -> bool:
+    """True where linear layers of bfloat16 precision run on bfloat16 units (w8a16_amx.cpp)."""
+    return available() and isa() == "amx"
+
+
 def isas(loaded: ctypes.CDLL) -> list[str]:
     """The names of ``isas.h`` in the order of the file, as compiled into ``loaded``."""
     names = iter(map(loaded.optkit_isa_name, itertools.count()).__next__, None)

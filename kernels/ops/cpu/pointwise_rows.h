@@ -2,6 +2,8 @@
 //
 // Sums over a row run in four vectors, taken in turn and added in order at the end: a fixed order for a given width.
 
+#include "activations.h"
+
 // sum(square(x[i] - shift)) or, without `square`, sum(x[i]), for i < n. The tail is zeros in the same lanes.
 template <bool square>
 OPTKIT_TARGET float row_sum(const float* x, int64_t n, float shift) {
@@ -83,24 +85,6 @@ OPTKIT_TARGET inline void layer_norm_row(const Norm& op, int64_t row) {
     quantize_output(op, row, out);
 }
 
-// x / (1 + e^-x), from e^-|x|, which can't overflow.
-OPTKIT_TARGET OPTKIT_INLINE S::Vec silu(S::Vec x) {
-    const S::Vec e = exp(S::sub(S::all(0.0f), S::abs(x)));
-    const S::Vec numerator = S::where_less(x, S::all(0.0f), S::mul(x, e), x);
-    return S::div(numerator, S::add(S::all(1.0f), e));
-}
-
-OPTKIT_TARGET OPTKIT_INLINE S::Vec gelu(S::Vec x) {
-    const S::Vec phi = S::add(S::all(1.0f), erf(S::mul(x, S::all(0.70710678118654752f))));
-    return S::mul(S::mul(x, S::all(0.5f)), phi);
-}
-
-OPTKIT_TARGET OPTKIT_INLINE S::Vec gelu_tanh(S::Vec x) {
-    const S::Vec cube = S::mul(S::mul(x, x), x);
-    const S::Vec inner = S::mul(S::fma(cube, S::all(0.044715f), x), S::all(0.79788456080286536f));
-    return S::mul(S::mul(x, S::all(0.5f)), S::add(S::all(1.0f), tanh(inner)));
-}
-
 template <Activation kind>
 OPTKIT_TARGET void gated_row(const Gated& op, int64_t row) {
     const int64_t n = op.width;
@@ -108,8 +92,7 @@ OPTKIT_TARGET void gated_row(const Gated& op, int64_t row) {
     float* out = output_row(op, row);
     for (int64_t i = 0; i < n; i += kLanes) {
         const S::Vec x = get(gate + i, n - i);
-        const S::Vec y = kind == Activation::silu ? silu(x) : kind == Activation::gelu ? gelu(x) : gelu_tanh(x);
-        put(out + i, S::mul(y, get(up + i, n - i)), n - i);
+        put(out + i, S::mul(activated<kind>(x), get(up + i, n - i)), n - i);
     }
     quantize_output(op, row, out);
 }

@@ -39,7 +39,30 @@ LONG_STEP = (
 )  # tokens times bytes of weights: from here on a step is cancellable, some tens of milliseconds
 CALLS_A_PART = 8  # of a cancellable step, at least; about a layer
 LONGEST_RUN = 16  # calls
-BLOCK_TOKENS, LEAST_BLOCK_TOKENS = 64, 32  # with fewer tokens a thread, threads share each call
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Tokens of a block of a run: at most ``most``.
+
+    With fewer than ``least`` tokens a thread, threads share each call.
+    """
+
+    least: int = 32
+    most: int = 64
+
+    def tokens(self, tokens: int, threads: int) -> int:
+        """Tokens of a block of a step, or 0 where all tokens go through each call together.
+
+        Blocks are of about the same size, and each thread gets equally many.
+        """
+        if tokens < threads * self.least:
+            return 0
+        blocks = -(-tokens // (self.most * threads)) * threads
+        return -(-tokens // blocks)
+
+
+DEFAULT_BLOCKS = Blocks()
 
 
 def no_tensor() -> None:
@@ -105,6 +128,7 @@ class Builder:
     def __init__(self) -> None:
         self.calls: list[tuple[str, list[Argument]]] = []
         self.by_rows: list[bool] = []  # of each call
+        self.blocks = DEFAULT_BLOCKS
         self.buffers: list[Buffer] = []
         self.outputs: list[View] = []
         self.num_inputs = 0
@@ -127,12 +151,15 @@ class Builder:
         self.buffers.append(Buffer(rows, -(-size // ALIGN) * ALIGN))
         return View(self.buffers[-1], rows, tuple(shape), width, 0, dtype)
 
-    def call(self, name: str, *, by_rows: bool = False, **arguments: Argument) -> None:
+    def call(
+        self, name: str, *, by_rows: bool = False, blocks: Blocks = DEFAULT_BLOCKS, **arguments: Argument
+    ) -> None:
         """Add a call of kernel ``name``, each argument by the name of its parameter.
 
         Args:
-            by_rows: the kernel computes each row from the same row of the inputs, and is as fast for some tens of rows
-                as for many. So a run may take the call, if all rows are the batch's tokens.
+            by_rows: the kernel computes each row from the same row of the inputs. So a run may take the call, if all
+                rows are the batch's tokens.
+            blocks: as many rows as the kernel is about as fast for as for more. The largest of all calls count.
 
         Raises:
             ValueError: no such kernel, or an argument is missing or too many.
@@ -151,6 +178,7 @@ class Builder:
                 buffer.dies = len(self.calls)
         self.calls.append((name, [arguments[each] for each in names]))
         self.by_rows.append(by_rows and is_of_tokens(arguments.values()))
+        self.blocks = Blocks(max(self.blocks.least, blocks.least), max(self.blocks.most, blocks.most))
         self.nodes.append(self.node)
 
     def output(self, view: View) -> int:
@@ -219,17 +247,6 @@ def place(buffers: Sequence[Buffer]) -> int:
     return max((b.place + b.row_bytes for b in placed), default=0)
 
 
-def block_tokens(tokens: int, threads: int) -> int:
-    """Tokens of a block, or 0 where all tokens go through each call together.
-
-    Blocks are of about the same size, and each thread gets equally many.
-    """
-    if tokens < threads * LEAST_BLOCK_TOKENS:
-        return 0
-    blocks = -(-tokens // (BLOCK_TOKENS * threads)) * threads
-    return -(-tokens // blocks)
-
-
 def runs_of(by_rows: Sequence[bool]) -> list[range]:
     """All calls as runs of at most ``LONGEST_RUN`` calls by rows, and other calls alone."""
     runs: list[range] = []
@@ -286,7 +303,7 @@ class Program:
             block_token_bytes,
             Arena(),
         )
-        self.runs = runs
+        self.runs, self.blocks = runs, builder.blocks
         self.num_inputs, self.num_calls = builder.num_inputs, len(builder.calls)
         self.made_for = [(node, name) for node, (name, _) in zip(builder.nodes, builder.calls, strict=True)]
         self.checked = [(i, *known) for i, known in enumerate(builder.expected) if known is not None]
@@ -366,7 +383,7 @@ class Program:
 
     def workspace_bytes(self, sizes: Sequence[int]) -> int:
         """Bytes of working memory for a batch of these ``sizes``."""
-        tokens = block_tokens(sizes[TOKENS], native.threads())
+        tokens = self.blocks.tokens(sizes[TOKENS], native.threads())
         in_blocks = min(tokens * native.threads(), sizes[TOKENS]) if tokens else sizes[TOKENS]
         return sum(map(operator.mul, sizes, self.bytes_per_row)) + in_blocks * self.block_token_bytes
 
@@ -423,7 +440,7 @@ class Program:
 
     def _place_arenas(self, sizes: Sequence[int]) -> None:
         """Lay buffers of tokens, then buffers of rows of logits, into the shared memory."""
-        tokens = block_tokens(sizes[TOKENS], native.threads())
+        tokens = self.blocks.tokens(sizes[TOKENS], native.threads())
         local = 0 if tokens else sizes[TOKENS] * self.block_token_bytes
         needed = [sizes[rows] * size for rows, size in enumerate(self.bytes_per_row)]
         start = self.arena.address(sum(needed) + local)

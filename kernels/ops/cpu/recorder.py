@@ -11,7 +11,7 @@ import ctypes
 import numpy as np
 
 from optkit.kernels.cpu import native
-from optkit.kernels.cpu.program import Program, block_tokens
+from optkit.kernels.cpu.program import Program
 
 RECORD = np.dtype(
     [("start", "i8"), ("end", "i8"), ("op", "i4"), ("thread", "i4"), ("first", "i4"), ("count", "i4")]
@@ -64,7 +64,7 @@ class RecordedProgram(Program):
 
 def most_records(program: Program, tokens: int) -> int:
     """The largest number of records of a step with up to ``tokens`` tokens, on the threads of now."""
-    size = block_tokens(tokens, native.threads())
+    size = program.blocks.tokens(tokens, native.threads())
     blocks = -(-tokens // size) if size else 1
     return sum(len(run) * blocks + 1 if len(run) > 1 else 1 for run in program.runs)
 

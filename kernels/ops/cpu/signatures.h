@@ -66,7 +66,11 @@ KERNEL(void, linear_w4a8, const uint8_t* q, int64_t q_stride, const float* scale
        int half, int levels)
 KERNEL(void, linear_w8a16, const float* x, int64_t x_stride, const int32_t* order, const uint8_t* weight,
        const uint8_t* weight_scale, const float* bias, float* out, int64_t rows, int64_t n, int64_t k, int64_t groups,
-       int half)
+       int half, int bf16)
+KERNEL(void, gated_mlp_w8a16, const float* x, int64_t x_stride, const uint8_t* gate_up, const uint8_t* gate_up_scale,
+       const float* gate_up_bias, int64_t gate_up_groups, int gate_up_half, const uint8_t* down, const uint8_t* down_scale,
+       const float* down_bias, int64_t down_groups, int down_half, float* out, int64_t rows, int64_t n, int64_t width,
+       int64_t k, int activation)
 KERNEL(void, linear_w4a16, const float* x, int64_t x_stride, const int32_t* order, const uint8_t* weight,
        const float* bias, float* out, int64_t rows, int64_t n, int64_t k, int64_t groups, int half, int levels)
 KERNEL(int, expert_w8a8, const uint8_t* q, int64_t q_stride, const float* scale, const uint8_t* weight,

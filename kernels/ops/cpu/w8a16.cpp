@@ -3,6 +3,7 @@
 // First the two rows are added, then the bias, always in the same order: a result depends on nothing but its row.
 #include <algorithm>
 
+#include "bf16.h"
 #include "dispatch.h"
 #include "int8.h"
 #include "split_row.h"
@@ -69,10 +70,38 @@ void run(const WeightOnly& p, int64_t m, int64_t k, int threads) {
 using namespace optkit;
 
 // reference.linear_w8a16 of x [rows, k] with rows `x_stride` apart, its columns in `order` [k] unless that is null: out
-// [rows, n]. Weights as for optkit_linear_w8a8.
+// [rows, n]. Weights as for optkit_linear_w8a8. With `bf16` a CPU with AMX rounds activations and weights to bfloat16;
+// other CPUs are more precise.
 OPTKIT_API void optkit_linear_w8a16(const float* x, int64_t x_stride, const int32_t* order, const uint8_t* weight,
                                     const uint8_t* weight_scale, const float* bias, float* out, int64_t rows, int64_t n,
-                                    int64_t k, int64_t groups, int half, int threads) {
+                                    int64_t k, int64_t groups, int half, int bf16, int threads) {
     const Linear layer = packed_linear(weight, weight_scale, half, bias, out, n, k, groups);
-    if (rows > 0 && n > 0) run({x, x_stride, order, layer}, rows, k, threads);
+    if (rows == 0 || n == 0) return;
+#ifdef OPTKIT_AMX
+    if (bf16 && isa() == Isa::amx) return linear_w8a16_amx({x, x_stride, order, k}, layer, rows, threads);
+#endif
+    run({x, x_stride, order, layer}, rows, k, threads);
+}
+
+// Three ops of linear layers in bfloat16: `down` [n, width] of act(gate) * up, the halves of `gate_up` [2 width, k] of x
+// [rows, k] with rows `x_stride` apart: out [rows, n]. `width` is whole panels. Weights as for optkit_linear_w8a8;
+// `activation` is one of enum Activation.
+OPTKIT_API void optkit_gated_mlp_w8a16(const float* x, int64_t x_stride, const uint8_t* gate_up,
+                                       const uint8_t* gate_up_scale, const float* gate_up_bias, int64_t gate_up_groups,
+                                       int gate_up_half, const uint8_t* down, const uint8_t* down_scale,
+                                       const float* down_bias, int64_t down_groups, int down_half, float* out,
+                                       int64_t rows, int64_t n, int64_t width, int64_t k, int activation, int threads) {
+    if (rows == 0 || n == 0) return;
+    const auto act = static_cast<Activation>(activation);
+    Linear first = packed_linear(gate_up, gate_up_scale, gate_up_half, gate_up_bias, nullptr, 2 * width, k, gate_up_groups);
+    const Linear second = packed_linear(down, down_scale, down_half, down_bias, out, n, width, down_groups);
+#ifdef OPTKIT_AMX
+    if (isa() == Isa::amx) return gated_mlp_amx({x, x_stride, nullptr, k}, first, act, second, rows, threads);
+#endif
+    thread_local GrowingMemory both_memory, hidden_memory;
+    first.out = both_memory.at_least<float>(rows * 2 * width);
+    auto* hidden = hidden_memory.at_least<float>(rows * width);
+    run({x, x_stride, nullptr, first}, rows, k, threads);
+    gated({first.out, first.out + width, hidden, width, 2 * width, 2 * width, {}}, rows, act, threads);
+    run({hidden, width, nullptr, second}, rows, width, threads);
 }

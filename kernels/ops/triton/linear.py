@@ -84,8 +84,10 @@ def linear_w4a8(
     return torch.addmm(out, sums * scale, weight_minimum.T)
 
 
-def linear_w8a16(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See ``reference.linear_w8a16``; the result has the type of x."""
+def linear_w8a16(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *, precision: str = "float32"
+) -> Tensor:
+    """See ``reference.linear_w8a16``; the result has the type of x, and so have the factors."""
     return float_by_8_bits("linear_w8a16", "int8", x, weight, weight_scale, bias)
 
 

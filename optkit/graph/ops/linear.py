@@ -69,7 +69,9 @@ def linear_w8a8(
     return int8_product(q, weight, weight_scale, bias).to(getattr(torch, dtype))
 
 
-def linear_w8a16(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_w8a16(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *, precision: str = "float32"
+) -> Tensor:
     expect(x.ndim == 2 and x.is_floating_point(), "activations must be float [T, K]")
     return int8_product(x, weight, weight_scale, bias)
 
@@ -192,7 +194,7 @@ OPS = (
     ),
     Op(
         reference.linear_w8a16,
-        (ROWS_X, INT8_WEIGHT, GROUP_SCALE, BIAS),
+        (ROWS_X, INT8_WEIGHT, GROUP_SCALE, BIAS, Choice("precision", ("float32", "bfloat16"))),
         shape=linear_w8a16,
         work=Work.LINEAR_WEIGHT_ONLY,
         row_wise=True,

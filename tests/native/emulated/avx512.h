@@ -239,6 +239,43 @@ EMULATED __m512 _mm512_cvtph_ps(__m256i a) {
     return z.ps;
 }
 
+EMULATED __m512i _mm512_xor_si512(__m512i a, __m512i b) {
+    const Lanes x = of(a), y = of(b);
+    Lanes z;
+    for (int i = 0; i < 16; ++i) z.u[i] = x.u[i] ^ y.u[i];
+    return z.si;
+}
+
+EMULATED __m512 _mm512_castsi512_ps(__m512i a) {
+    return of(a).ps;
+}
+
+EMULATED __m512d _mm512_castps_pd(__m512 a) {
+    __m512d z;
+    std::memcpy(&z, &a, sizeof z);
+    return z;
+}
+
+EMULATED __m512 _mm512_castpd_ps(__m512d a) {
+    __m512 z;
+    std::memcpy(&z, &a, sizeof z);
+    return z;
+}
+
+// VCVTNE2PS2BF16: to the nearest, ties to even; denormals become zeros, and NaN quiet.
+EMULATED uint16_t to_bf16(uint32_t bits) {
+    if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<uint16_t>(bits >> 16 | 0x40);
+    if ((bits & 0x7f800000) == 0) return static_cast<uint16_t>(bits >> 16 & 0x8000);
+    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+EMULATED __m512i _mm512_cvtne2ps_pbh(__m512 a, __m512 b) {
+    const Lanes x = of(a), y = of(b);
+    Lanes z;
+    for (int i = 0; i < 16; ++i) z.u16[i] = to_bf16(y.u[i]), z.u16[i + 16] = to_bf16(x.u[i]);
+    return z.si;
+}
+
 }  // namespace emulated
 
 #define _mm512_loadu_ps emulated::_mm512_loadu_ps
@@ -274,3 +311,8 @@ EMULATED __m512 _mm512_cvtph_ps(__m256i a) {
 #define _mm512_cvtepi32_epi8 emulated::_mm512_cvtepi32_epi8
 #define _mm512_cvtepu8_epi32 emulated::_mm512_cvtepu8_epi32
 #define _mm512_cvtph_ps emulated::_mm512_cvtph_ps
+#define _mm512_xor_si512 emulated::_mm512_xor_si512
+#define _mm512_castsi512_ps emulated::_mm512_castsi512_ps
+#define _mm512_castps_pd emulated::_mm512_castps_pd
+#define _mm512_castpd_ps emulated::_mm512_castpd_ps
+#define _mm512_cvtne2ps_pbh emulated::_mm512_cvtne2ps_pbh

@@ -72,6 +72,35 @@ EMULATED __m512i _mm512_shuffle_i32x4(__m512i a, __m512i b, int imm) {
     return z.si;
 }
 
+EMULATED __m512 _mm512_shuffle_f32x4(__m512 a, __m512 b, int imm) {
+    return of(_mm512_shuffle_i32x4(of(a).si, of(b).si, imm)).ps;
+}
+
+EMULATED __m512d _mm512_unpacklo_pd(__m512d a, __m512d b) {
+    const __m512i z = unpacked(reinterpret_cast<__m512i&>(a), reinterpret_cast<__m512i&>(b), 0, 8);
+    return reinterpret_cast<const __m512d&>(z);
+}
+
+EMULATED __m512d _mm512_unpackhi_pd(__m512d a, __m512d b) {
+    const __m512i z = unpacked(reinterpret_cast<__m512i&>(a), reinterpret_cast<__m512i&>(b), 8, 8);
+    return reinterpret_cast<const __m512d&>(z);
+}
+
+EMULATED __m512 _mm512_permutexvar_ps(__m512i from, __m512 a) {
+    const Lanes x = of(from), y = of(a);
+    Lanes z;
+    for (int i = 0; i < 16; ++i) z.f[i] = y.f[x.i[i] & 15];
+    return z.ps;
+}
+
+EMULATED __m512i _mm512_mask_permutexvar_epi8(__m512i other, __mmask64 mask, __m512i from, __m512i a) {
+    const Lanes x = of(from), y = of(a);
+    Lanes z = of(other);
+    for (int i = 0; i < 64; ++i)
+        if (mask >> i & 1) z.u8[i] = y.u8[x.u8[i] & 63];
+    return z.si;
+}
+
 }  // namespace emulated
 
 #define _mm512_extractf32x8_ps emulated::_mm512_extractf32x8_ps
@@ -85,3 +114,8 @@ EMULATED __m512i _mm512_shuffle_i32x4(__m512i a, __m512i b, int imm) {
 #define _mm512_unpackhi_ps emulated::_mm512_unpackhi_ps
 #define _mm512_shuffle_ps emulated::_mm512_shuffle_ps
 #define _mm512_shuffle_i32x4 emulated::_mm512_shuffle_i32x4
+#define _mm512_shuffle_f32x4 emulated::_mm512_shuffle_f32x4
+#define _mm512_unpacklo_pd emulated::_mm512_unpacklo_pd
+#define _mm512_unpackhi_pd emulated::_mm512_unpackhi_pd
+#define _mm512_permutexvar_ps emulated::_mm512_permutexvar_ps
+#define _mm512_mask_permutexvar_epi8 emulated::_mm512_mask_permutexvar_epi8

@@ -13,7 +13,7 @@ bool usable(const char* name) {
     if (!std::strcmp(name, "portable")) return true;
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c")) return false;
-    for (const char* emulated : {"avx2", "avx_vnni", "avx512_vnni", "amx_int8"})
+    for (const char* emulated : {"avx2", "avx_vnni", "avx512_vnni", "amx"})
         if (!std::strcmp(name, emulated)) return true;
     return false;
 }
