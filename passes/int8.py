@@ -9,7 +9,7 @@ head, since the head has few rows to multiply, and no later layer makes up for t
 
 With ``activations: bfloat16``, or ``auto`` on a CPU with AMX, all other layers are W8A16 too, and multiply bfloat16: on
 AMX the fastest form of a prompt, since sums stay in the tiles where groups of int8 products would be scaled group by
-group, and closer to the source model than W8A8.
+group, and closer to the source model than W8A8. Experts stay W8A8.
 
 On CPUs with AVX2 and without VNNI, codes are chosen so that products of two neighbouring channels fit 16 bits
 (``quantization.reduced_range``); ``reduce_range`` turns this on or off.
@@ -32,6 +32,7 @@ from torch import fx
 from optkit.checkpoint.insertion import quantized_sites, share_with_embedding
 from optkit.graph import ops
 from optkit.graph.ir import Graph, module_name
+from optkit.kernels import reference
 from optkit.kernels.cpu import native
 from optkit.passes.base import PassContext, PassResult, Plan, Skip
 from optkit.passes.quantization.activation_types import BFLOAT16, Activations, in_bfloat16
@@ -70,6 +71,7 @@ class Int8Config(LayerOverrides, LinearQuantizationConfig):
 class Int8(LinearQuantization):
     name = "int8"
     Config = Int8Config
+    in_bfloat16 = False  # activations of layers, on the target of ``check`` and ``apply``
 
     def format_for(self, graph: Graph, node: fx.Node, name: str) -> Int8Format | str:
         config = self.config_for(graph, node)
@@ -80,11 +82,13 @@ class Int8(LinearQuantization):
         weight_only = listed(config.weight_only, graph, node, site_name(graph, node))
         asked = config.reduce_range
         reduced = not weight_only and (native.gains_by_reduced_range() if asked is None else asked)
-        if in_bfloat16(self.config.activations) and not weight_only:
+        of_experts = node.target is reference.expert_linear
+        if self.in_bfloat16 and not weight_only and not of_experts:
             return Int8Format(config.group_size, weight_only=True, precision=BFLOAT16)
         return Int8Format(config.group_size, weight_only, reduced, keep_levels=asked is None)
 
     def check(self, graph: Graph, ctx: PassContext) -> Plan:
+        self.in_bfloat16 = in_bfloat16(self.config.activations, ctx.target)
         plan = super().check(graph, ctx)
         reason = self.embedding_reason(graph, plan)
         if self.config.embedding and reason:
@@ -103,6 +107,7 @@ class Int8(LinearQuantization):
         return None
 
     def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
+        self.in_bfloat16 = in_bfloat16(self.config.activations, ctx.target)
         shared = self.config.embedding and not self.embedding_reason(graph, plan)
         before, result = graph.num_bytes(), super().apply(graph, plan, ctx)
         if not shared:

@@ -23,6 +23,7 @@ from torch import Tensor
 from optkit.calibration.samples import Calibration
 from optkit.calibration.walk import Walk
 from optkit.graph.ir import Graph
+from optkit.kernels import reference
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
 from optkit.passes.quantization.activation_types import Activations, in_bfloat16
 from optkit.passes.quantization.calibrated import SharedInput, collect
@@ -73,7 +74,8 @@ class SmoothQuant(Pass):
             reason = why_not_foldable(graph, x, linears)
             if any(listed(self.config.ignore, graph, node, site_name(graph, node)) for node in linears):
                 reason = "on the ignore list"
-            if in_bfloat16(self.config.activations):
+            of_experts = any(node.target is reference.expert_linear for node in linears)
+            if in_bfloat16(self.config.activations, ctx.target) and not of_experts:
                 reason = "activations in bfloat16 are not quantized"
             if reason:
                 plan.skips.append(Skip(name, reason))

@@ -21,6 +21,7 @@ from optkit.graph.ops.operands import Role
 from optkit.graph.ops.record import Work
 from optkit.graph.shapes import Point, infer_shapes
 from optkit.kernels import PLAIN
+from optkit.kernels.cpu import native
 from optkit.kernels.two_four import STORED
 
 if TYPE_CHECKING:
@@ -163,13 +164,14 @@ def integer_linear(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], p
 def weight_only_linear(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
     """Products of float activations and quantized weights.
 
-    On a CPU, activations of 16 bits are two int8 rows each, unless bfloat16 is precise enough. A GPU multiplies 16-bit
-    floats.
+    On a CPU, activations of 16 bits are two int8 rows each; with ``precision="bfloat16"`` a CPU with AMX multiplies
+    bfloat16. A GPU multiplies 16-bit floats.
     """
     weights, activations = traffic(graph, node, values)
     out, x = values[node], values[ops.activation(node)]
     k = x.shape[-1]
-    if x.dtype != torch.float32 or node.kwargs.get("precision") == "bfloat16":
+    tiles = node.kwargs.get("precision") == "bfloat16" and native.multiplies_bfloat16()
+    if x.dtype != torch.float32 or tiles:
         return Cost(half_flops=2.0 * out.numel() * k, weight_bytes=weights, activation_bytes=activations)
     return Cost(int8_ops=4.0 * out.numel() * k, weight_bytes=weights, activation_bytes=activations)
 

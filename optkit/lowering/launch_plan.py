@@ -24,7 +24,7 @@ from optkit.graph.ops.operands import Source
 from optkit.graph.shapes import Point, infer_shapes
 from optkit.kernels.cpu import chains, emitters
 from optkit.kernels.cpu.emit import Arguments, Quantization
-from optkit.kernels.cpu.program import LOGITS, TOKENS, Arena, Builder, View
+from optkit.kernels.cpu.program import LOGITS, NODES, TOKENS, Arena, Builder, View
 
 # No two sizes are equal, so a first dimension identifies the kind of row.
 PROBE, PROBE_BLOCK = Point(tokens=11, sequences=3, context=37), 5
@@ -205,7 +205,7 @@ class Segment:
         for chain in chains():
             nodes = self._chain(node, chain.ops)
             if nodes:
-                self.builder.node = node.name
+                self.builder.node = NODES.join(each.name for each in nodes)
                 try:
                     view = chain.emit(self.builder, *(self._arguments(each, inside=nodes) for each in nodes))
                 except NotImplementedError:

@@ -275,8 +275,9 @@ def decode_label(times: Mapping[str, object]) -> str:
 
 
 def hopeless(recipe: Recipe, trial: Trial, trials: Sequence[Trial]) -> str:
-    """The reason to skip ``trial``: predicted far above the measured best in its cost, and in decode steps too where it
-    could serve them beside another.
+    """The reason to skip ``trial``: a predicted cost far above the measured best.
+
+    A candidate that could be the variant for few tokens is skipped only where decode steps are far above the best, too.
     """
     measured = [other for other in trials if other.eligible]
     if not measured or recipe.objective == "memory":

@@ -18,6 +18,7 @@ from optkit.graph import ops, variants
 from optkit.graph.ir import Graph, module_name
 from optkit.graph.ops.record import Work as Kind
 from optkit.graph.shapes import Point, infer_shapes
+from optkit.kernels.cpu.program import NODES
 from optkit.lowering.cost import Cost, node_cost
 from optkit.machine.target import Target
 from optkit.profiling.observer import Work
@@ -142,7 +143,7 @@ def make_report(name: str, recorded: Recorded, graph: Graph, target: Target) -> 
     by_phase = {phase: [t for t in taken if t.step.phase == phase] for phase in PHASES}
     found = [_phase(recorded, steps, graph, target) for steps in by_phase.values() if steps]
     labels = {node.name: label(graph, node) for node in graph.fx.nodes}
-    names = tuple(labels.get(op.node, op.node) for op in recorded.ops)
+    names = tuple(" + ".join(labels.get(each, each) for each in op.node.split(NODES)) for op in recorded.ops)
     threads = taken[0].step.threads if taken else 0
     return Report(name, target, threads, tuple(found), names, tuple(taken), recorded.num_lost)
 
@@ -184,12 +185,18 @@ def op_rows(recorded: Recorded, taken: Timeline, graph: Graph, target: Target) -
             kernels[op.node].append(op.kernel)
     groups: dict[tuple[str, str, str], list[str]] = {}
     for name in spent:
-        node = nodes.get(name)
-        op_name = (ops.op_name(node.target) or str(node.target)) if node is not None else name
-        shown = LAYER.sub(".*", label(graph, node)) if node is not None else name
+        made = [
+            nodes[each] for each in name.split(NODES) if each in nodes
+        ]  # several where a call does all of them
+        op_name = " + ".join(ops.op_name(node.target) or str(node.target) for node in made) or name
+        shown = " + ".join(LAYER.sub(".*", label(graph, node)) for node in made) or name
         groups.setdefault((shown, op_name, " + ".join(kernels[name])), []).append(name)
+
+    def cost_of(name: str) -> Cost:
+        return total([costs.get(each, Cost()) for each in name.split(NODES)])
+
     return [
-        _row(key, [costs.get(name, Cost()) for name in names], sum(spent[name] for name in names), target)
+        _row(key, [cost_of(name) for name in names], sum(spent[name] for name in names), target)
         for key, names in groups.items()
     ]
 

@@ -140,6 +140,7 @@ def test_a_node_sees_its_ancestors(kernel: Any, context: int) -> None:
     block=st.sampled_from([4, 32]),
     int8=st.booleans(),
     heads=st.sampled_from([(4, 2), (9, 3), (8, 1)]),
+    dim=st.sampled_from([16, 64]),
     threads=st.sampled_from([1, 2]),
 )
 def test_a_branch_has_the_bits_of_the_branch_alone(
@@ -149,14 +150,15 @@ def test_a_branch_has_the_bits_of_the_branch_alone(
     block: int,
     int8: bool,
     heads: tuple[int, int],
+    dim: int,
     threads: int,
 ) -> None:
-    step = Step((context, 90), (tree, other), block, int8, heads)
+    step = Step((context, 90), (tree, other), block, int8, heads, dim)
     torch.set_num_threads(threads)
     both = step.run(attention)
     for s, depths in enumerate(step.depths):
         for rows in branches(depths):
-            alone = Step((context, 90), (tree, other), block, int8, heads).run(
+            alone = Step((context, 90), (tree, other), block, int8, heads, dim).run(
                 attention, [rows if s == other_s else [0] for other_s in range(2)]
             )
             assert torch.equal(both[s][rows], alone[s])

@@ -34,13 +34,28 @@ def run(x: Tensor, packed: dict[int, Tensor], bias: Tensor | None = None) -> Ten
         return int8.linear_w8a16(x, packed[1], packed[2], bias, precision="bfloat16")
 
 
+Biases = tuple[Tensor | None, Tensor | None]
+
+
 def mlp(
-    x: Tensor, gate_up: dict[int, Tensor], down: dict[int, Tensor], activation: int, width: int
+    x: Tensor,
+    gate_up: dict[int, Tensor],
+    down: dict[int, Tensor],
+    activation: int,
+    width: int,
+    biases: Biases = (None, None),
 ) -> Tensor:
-    """The native call for x [T, K] with dense rows, without biases."""
+    """The native call for x [T, K] with dense rows."""
     out = torch.full((len(x), len(down[1])), torch.nan)
     first, second = (
-        (p[1].data_ptr(), p[2].data_ptr(), 0, p[2].shape[1], is_half(p[2])) for p in (gate_up, down)
+        (
+            p[1].data_ptr(),
+            p[2].data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            p[2].shape[1],
+            is_half(p[2]),
+        )
+        for p, bias in zip((gate_up, down), biases, strict=True)
     )
     native.library().optkit_gated_mlp_w8a16(
         x.data_ptr(), x.stride(0), *first, *second, out.data_ptr(), len(x), out.shape[1], width, x.shape[1], activation,
@@ -88,9 +103,11 @@ def mlp_has_the_bits_of_three_ops(isa: str, activation: int, k: int, width: int,
     down = int8.pack(dict(zip((1, 2), weights_of(n, width, 32, half=True), strict=True)))
     x = torch.randn(rows, k) * 0.05
     native.set_isa(isa)
-    hidden = gates.gated_packed(run(x, gate_up), activation)
-    # Without AMX the layers keep more than bfloat16, and so does the product of gates and ups.
-    assert torch.equal(mlp(x, gate_up, down, activation, width), run(hidden, down))
+    both: list[Biases] = [(None, None), (torch.randn(2 * width), torch.randn(n))]
+    for biases in both:
+        hidden = gates.gated_packed(run(x, gate_up, biases[0]), activation)
+        # Without AMX the layers keep more than bfloat16, and so does the product of gates and ups.
+        assert torch.equal(mlp(x, gate_up, down, activation, width, biases), run(hidden, down, biases[1]))
 
 
 needs_amx = pytest.mark.skipif(AMX not in usable_isas(), reason="the CPU has no AMX")

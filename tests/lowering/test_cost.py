@@ -10,6 +10,7 @@ import torch
 from optkit.graph.ir import Graph
 from optkit.graph.shapes import Point, infer_shapes
 from optkit.kernels import reference
+from optkit.kernels.cpu import native
 from optkit.lowering.cost import DISPATCH_SECONDS, Cost, node_cost, predict_seconds
 from tests.support.graphs import apply, captured, graph_cost
 from tests.support.target import TARGET
@@ -185,3 +186,16 @@ def test_the_roofline_takes_the_longer_side() -> None:
 def test_labels() -> None:
     assert Point(512, 1, 512).label == "prefill 512"
     assert Point(4, 4, 513).label == "decode@513"
+
+
+@pytest.mark.parametrize("amx", [False, True])
+def test_bfloat16_activations_cost_what_the_cpu_does_with_them(
+    amx: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "multiplies_bfloat16", lambda: True)
+    graph, quantized = captured("llama"), captured("llama")
+    apply(quantized, "int8", activations="bfloat16")
+    monkeypatch.setattr(native, "multiplies_bfloat16", lambda: amx)
+    products = costs(graph, reference.linear, DECODE)[0].flops
+    q_proj = costs(quantized, reference.linear_w8a16, DECODE)[0]
+    assert (q_proj.half_flops, q_proj.int8_ops) == ((products, 0) if amx else (0, 2 * products))

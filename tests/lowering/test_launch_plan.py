@@ -61,6 +61,29 @@ def test_a_quantized_llama_is_one_program() -> None:
     assert not [name for name in others if not name.startswith("getitem")]
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2"])
+def test_a_gated_mlp_in_bfloat16_is_one_call_of_the_same_bits(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "multiplies_bfloat16", lambda: True)  # other CPUs run the same calls
+    graph = optimized(name, group_size=32, activations="bfloat16", lm_head=True, weight_only=["lm_head"])
+    one_by_one, together = lower(graph, TARGET, programs=False), lower(graph, TARGET)
+    (program,) = programs(together)
+    calls = [call for _, call in program.made_for]
+    assert calls.count("gated_mlp_w8a16") == 2 and "gated" not in calls
+    for lengths in ([20, 10, 7], [1], [70], [1, 1, 2]):
+        assert torch.equal(logits(one_by_one, graph, lengths), logits(together, graph, lengths))
+
+
+def test_an_mlp_of_other_layers_keeps_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "multiplies_bfloat16", lambda: True)
+    options = {"group_size": 32, "activations": "bfloat16"}
+    for more in ({"weight_only": ["re:.*down_proj"]}, {"ignore": ["re:.*down_proj"]}):
+        graph = optimized("llama", **options, **more)
+        found = [call for each in programs(lower(graph, TARGET)) for _, call in each.made_for]
+        assert "gated" in found and "gated_mlp_w8a16" not in found
+
+
 def test_a_pinned_reference_stays_out_of_programs() -> None:
     graph = optimized("llama", group_size=32)
     for node in graph.fx.nodes:

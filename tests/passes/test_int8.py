@@ -16,6 +16,7 @@ from optkit.machine.target import DATASHEETS
 from optkit.passes.base import PassContext
 from optkit.passes.int8 import Int8, Int8Config
 from optkit.passes.quantization.targets import matches
+from optkit.passes.smoothquant import SmoothQuant, SmoothQuantConfig
 from tests.support.graphs import (
     apply,
     assert_kernels_agree,
@@ -333,6 +334,27 @@ def test_auto_activations_are_those_of_the_cpu(amx: bool, monkeypatch: pytest.Mo
             for each in (graph, quantized("llama"))
         ]
         assert errors[0] < errors[1]
+
+
+def test_auto_activations_on_a_gpu_do_not_depend_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "multiplies_bfloat16", lambda: True)
+    gpu = PassContext(DATASHEETS["cuda-h100"])
+    assert SmoothQuant(SmoothQuantConfig(activations="auto")).check(captured("llama"), gpu).sites
+    optimization = Int8(Int8Config(activations="auto"))
+    optimization.check(captured("llama"), gpu)
+    assert not optimization.in_bfloat16
+
+
+def test_experts_keep_int8_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "multiplies_bfloat16", lambda: True)
+    graph = captured("mixtral")
+    experts = len(list(graph.calls(reference.expert_linear)))
+    apply(graph, "int8", activations="auto")
+    verify(graph)
+    assert len(list(graph.calls(reference.expert_w8a8))) == experts > 0
+    assert all(node.kwargs["precision"] == "bfloat16" for node in graph.calls(reference.linear_w8a16))
+    (ids,) = random_ids([24])
+    assert relative_error(dense(graph, ids), dense(captured("mixtral"), ids)) < 0.15
 
 
 def test_bfloat16_activations_skip_all_layers_of_other_cpus(monkeypatch: pytest.MonkeyPatch) -> None:

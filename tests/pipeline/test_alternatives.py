@@ -226,3 +226,29 @@ def test_a_candidate_with_nothing_to_change_here_is_skipped_unmeasured(
     assert skipped.decision == "skipped" and "AMX" in skipped.reason and not skipped.measured
     assert passes["int8"] == "kept"
     assert measured
+
+
+@pytest.mark.parametrize(
+    "passes", ["int8: {}", "smoothquant: {calibration: {samples: 1, length: 32}}, int8: {}"]
+)
+def test_a_fast_decode_saves_only_a_candidate_that_could_serve_decodes_alone(
+    passes: str,
+    source: Path,
+    tmp_path: Path,
+    seconds: Callable[[Seconds], list[tuple[set[str], set[str]]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def predict(before: object, after: object, recipe: Recipe, target: object) -> dict[str, list[float]]:
+        int8 = any(True for _ in after.calls(reference.linear_w8a8))
+        return {
+            point.label: [1.0, (9.0 if point.label.startswith("prefill") else 0.1) if int8 else 0.5]
+            for point in workload_points(recipe)
+        }
+
+    seconds(lambda kinds, decode: 0.5 if kinds else 1.0)
+    monkeypatch.setattr(alternatives, "predict", predict)
+    monkeypatch.setattr(alternatives, "HOPELESS", 1.6)
+    text = CANDIDATES.format("objective: ttft").replace("int8: {}", passes)
+    _, candidates = records(source, tmp_path / "out", text)
+    (found,) = (record for name, record in candidates.items() if name.endswith("int8"))
+    assert (found.decision == "skipped") == passes.startswith("smoothquant")

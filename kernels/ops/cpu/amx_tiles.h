@@ -44,8 +44,8 @@ constexpr std::array<TileConfig, TILES_ROWS> all_configs() {
 
 constexpr std::array<TileConfig, TILES_ROWS> TILE_CONFIGS = all_configs();  // by rows - 1
 
-// Between tile instructions and other reads and writes of the same memory: gcc's tile loads do not say that they read
-// memory, nor its tile stores that they write it.
+// Between writes of memory and tile loads of it, in both orders: gcc's tile loads do not say that they read memory. (Its
+// tile stores say that they write it.)
 OPTKIT_INLINE void tiles_and_memory_agree() { __asm__ volatile("" : : : "memory"); }
 
 // For the next tiles to be loaded and stored, from memory that was written before.

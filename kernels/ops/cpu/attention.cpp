@@ -105,8 +105,8 @@ Scratch scratch_of_thread(const Problem& p, int64_t rows) {
     const size_t zeros = std::max({depth, width, size_t(kTile)});
     const size_t whole_blocks = (rows + kMaxTileRows - 1) / kMaxTileRows * kMaxTileRows;  // of whole lines each
     const size_t sizes[] = {whole_blocks * ((depth + 63) / 64 * 64), (depth + 16) * kTile, width * kTile,
-                            kMaxTileRows * kTile, zeros, size_t(rows), kSplit, kSplit, kSplit, kSplit, size_t(rows), kMaxTileRows * 2 * kTile / 4, 2 * size_t(p.depth_bytes) / 4,
-                            sums, sums};
+                            kMaxTileRows * kTile, zeros, size_t(rows), kSplit, kSplit, kSplit, kSplit, size_t(rows),
+                            kMaxTileRows * 2 * kTile / 4, 2 * size_t(p.depth_bytes) / 4, sums, sums};
     constexpr int count = sizeof sizes / sizeof *sizes;
     size_t total = 0;
     for (size_t size : sizes) total += (size + kLanes - 1) / kLanes * kLanes;

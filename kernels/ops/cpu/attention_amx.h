@@ -33,8 +33,8 @@ struct OnTiles {
         }
     }
 
-    // All rows of the item against the tiles of keys from `begin` on, up to `stop` or the end of the split. The tiles are packed
-    // first, and stay in the cache as the sums of a block of rows do.
+    // All rows of the item against the tiles of keys from `begin` on, up to `stop` or the end of the split. The tiles are
+    // packed first, and stay in the cache as the sums of a block of rows do.
     OPTKIT_TARGET static void attend_tiles(const Problem& p, const Item& item, int64_t begin, int64_t stop, Scratch& scratch,
                                            const Sums& sums) {
         Scratch tiles[kSplit / kTile];
@@ -184,7 +184,7 @@ struct OnTiles {
                 rows[r] = S::fma(weight, S::load(scratch.v_inverse + n * kLanes), rows[r]);
                 I::store_weights(to + n * kLanes, nullptr, I::rounded(weight));
             }
-            for (int n = block.vecs; n < kTileVecs; ++n) _mm_store_si128(reinterpret_cast<__m128i*>(to + n * kLanes), _mm_setzero_si128());
+            for (int n = block.vecs; n < kTileVecs; ++n) std::memset(to + n * kLanes, 0, kLanes);
         }
         const __m512 weight_sums = fold<Add>(rows);
         const int count = block.rows;

@@ -12,8 +12,8 @@
 //   Scratch.q_sums    [rows]                         what undoes the zero point of keys: times the sum of a query
 //   Scratch.k         [D / 4][64]                    words of four bytes of a key, with their zero point: a vector holds 16 keys
 //   Scratch.v         [64 / 4][Dv to 16]             words of one byte of four values, with theirs
-//   Scratch.v_log     [64]                           logarithms of the values' scales, to base 2
-//   Scratch.v_inverse [64]                           what a weight times its value's scale is multiplied by to give the weight
+//   Scratch.v_log     [64]                           logarithms of the values' scales, to base 2, of a tile
+//   Scratch.v_inverse [64]                           of a tile: what a weight times its value's scale is multiplied by to give the weight
 //   Scratch.weights   [kRows][words][64 / 4]         words of four weights
 
 constexpr float kQuerySteps = 127.0f * 256.0f + 127.0f;  // either side of zero

@@ -152,6 +152,15 @@ OPTKIT_TARGET void attend_tile(const Problem& p, const Item& item, int64_t begin
     }
 }
 
+// After the last tile of an item: tile registers in use make switches between threads slower.
+OPTKIT_TARGET inline void release(const Problem& p, const Item& item) {
+#ifdef OPTKIT_TILES
+    if (p.int8_cache && item.count * p.group >= OnTiles::block_rows) _tile_release();
+#else
+    static_cast<void>(p), static_cast<void>(item);
+#endif
+}
+
 // All rows of the item against the tiles of keys from `begin` on, up to `stop` or the end of a split.
 OPTKIT_TARGET inline void attend_tiles(const Problem& p, const Item& item, int64_t begin, int64_t stop, Scratch& scratch,
                                        const Sums& sums) {
@@ -260,6 +269,7 @@ OPTKIT_TARGET inline void attend_all(const Problem& p, const Item& item, Scratch
         attend_split(p, item, split, scratch, scratch.part);
         merge(p, item, scratch.part, scratch.total);
     }
+    release(p, item);
     finish(p, item, scratch.total);
 }
 
@@ -269,6 +279,7 @@ OPTKIT_TARGET inline void attend_part(const Problem& p, const Item& item, int64_
     pack_queries(p, item, scratch);
     scratch.selected = nullptr;
     attend_split(p, item, split, scratch, part);
+    release(p, item);
 }
 
 // The partial sums of an item's splits, first to last: the same additions as attend_all's.

@@ -4,7 +4,8 @@
 // `base_isa()` where few have a variant: functions compiled for more than the baseline carry OPTKIT_AVX2,
 // OPTKIT_AVX_VNNI, OPTKIT_AVX512, OPTKIT_AMX, OPTKIT_NEON or OPTKIT_I8MM. All but the portable variants of a kernel give
 // the same bits, and where sums are of integers all do. The float kernels (simd.h) use fused multiply-add, which the
-// baseline lacks: their portable variant differs from the others by rounding.
+// baseline lacks: their portable variant differs from the others by rounding. Layers of bfloat16 precision have bits of their
+// own on AMX (w8a16_amx.cpp).
 #pragma once
 
 #include <cstddef>
@@ -19,7 +20,8 @@
 #if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11  // older compilers leave these variants out
 #define OPTKIT_AVX_VNNI __attribute__((target("avxvnni,avx2,fma,f16c")))
 #define OPTKIT_AMX \
-    __attribute__((target("amx-tile,amx-int8,amx-bf16,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx512bf16,avx2,fma,f16c")))
+    __attribute__((target("amx-tile,amx-int8,amx-bf16,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi," \
+                          "avx512bf16,avx2,fma,f16c")))
 #endif
 #endif
 #else

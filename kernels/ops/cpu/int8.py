@@ -1,6 +1,7 @@
 """int8 linear layers, rows of int8 embeddings, quantization of activations: native kernels (int8.cpp, quantize.cpp).
 
-A row's result has the same bits in any batch, with any number of threads and on any instruction set.
+A row's result has the same bits in any batch, with any number of threads and on any instruction set; with
+``precision="bfloat16"`` the bits of a CPU with AMX are other bits.
 """
 
 from __future__ import annotations

@@ -29,9 +29,7 @@ def emit_mlp(b: Builder, activation: int, gate_up: Arguments, down: Arguments) -
     Raises:
         NotImplementedError: separate calls are as fast, or the layers have other precisions or sizes.
     """
-    if not native.multiplies_bfloat16() or any(
-        c.kwargs.get("precision") != BFLOAT16 for c in (gate_up, down)
-    ):
+    if not native.multiplies_bfloat16() or any(c.kwargs != {"precision": BFLOAT16} for c in (gate_up, down)):
         raise NotImplementedError("for bfloat16 tiles")
     x: View = gate_up.args[0]
     first, second = layer(*gate_up.args[1:]), layer(*down.args[1:])

@@ -39,6 +39,7 @@ LONG_STEP = (
 )  # tokens times bytes of weights: from here on a step is cancellable, some tens of milliseconds
 CALLS_A_PART = 8  # of a cancellable step, at least; about a layer
 LONGEST_RUN = 16  # calls
+NODES = "+"  # between the names of nodes in one call
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class Builder:
         self.outputs: list[View] = []
         self.num_inputs = 0
         self.expected: list[tuple[int, tuple[int, ...], torch.dtype] | None] = []
-        self.node = ""  # of the graph, for which the next calls are made
+        self.node = ""  # of the graph, for which the next calls are made; several nodes are joined by NODES
         self.nodes: list[str] = []  # of each call
 
     def input(self, rows: int, shape: Sequence[int], dtype: torch.dtype, *, check: bool = True) -> View:
@@ -159,7 +160,7 @@ class Builder:
         Args:
             by_rows: the kernel computes each row from the same row of the inputs. So a run may take the call, if all
                 rows are the batch's tokens.
-            blocks: as many rows as the kernel is about as fast for as for more. The largest of all calls count.
+            blocks: the sizes of blocks at which the kernel is fast; a program takes the largest of all calls.
 
         Raises:
             ValueError: no such kernel, or an argument is missing or too many.

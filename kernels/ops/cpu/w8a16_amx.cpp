@@ -320,6 +320,7 @@ OPTKIT_AMX void run_block(const Kind& task, const Rows& a) {
             if (t < tiles) dequantizer.next(ring[t % RING]);
             tiles_and_memory_agree();
             if (t >= LAG) Block<TWO>::add(x + (t - LAG) * TILE_CHANNELS, a.stride, ring[(t - LAG) % RING]);
+            tiles_and_memory_agree();
         }
         Block<TWO>::store(to.sums, to.stride);
         tiles_and_memory_agree();
@@ -356,7 +357,7 @@ Rows rounded(const Bf16Input& input, const Linear& layer, int64_t m, int threads
     thread_local GrowingMemory memory;
     const int64_t stride = stride_of(layer);
     auto* x = memory.at_least<uint16_t>(m * stride);
-    parallel_for(m, even_chunk(m, m > TILES_ROWS ? threads : 1), threads, [&](int64_t first, int64_t last) {
+    parallel_for(m, even_chunk(m, threads), m > TILES_ROWS ? threads : 1, [&](int64_t first, int64_t last) {
         for (int64_t row = first; row < last; ++row) round_row(input, row, x + row * stride, stride);
     });
     return {x, stride};
@@ -367,7 +368,9 @@ template <class Body>
 void in_parts(int64_t m, int64_t stride, int64_t panels, int64_t most_panels, int threads, const Body& body) {
     const int64_t most = std::clamp(ROW_BYTES / (stride * 2), TILES_ROWS, MOST_ROWS);
     const int64_t rows = divide_up(divide_up(m, divide_up(m, most)), TILES_ROWS) * TILES_ROWS;
-    const int64_t each = std::min(most_panels, divide_up(panels, 2 * threads)), across = divide_up(panels, each);
+    // One block of rows waits for memory: a task begins without what was fetched ahead, so there are as few as threads.
+    const int64_t each = m <= TILES_ROWS ? divide_up(panels, threads) : std::min(most_panels, divide_up(panels, 2 * threads));
+    const int64_t across = divide_up(panels, each);
     parallel_for(across * divide_up(m, rows), 1, threads, [&](int64_t first, int64_t last) {
         for (int64_t i = first; i < last; ++i) {
             const int64_t row = i / across * rows, from = i % across * each;
