@@ -171,13 +171,26 @@ struct Block {
     }
 };
 
-constexpr int64_t MOST_PANELS = 9, MOST_TILES = 18;    // of a task, and tiles of input channels at a time
-constexpr int64_t MOST_ROWS = 512, ROW_BYTES = 768 << 10;  // of a task; its activations stay in the second cache
+constexpr int64_t MOST_PANELS = 9, MOST_TILES = 18, MOST_ROWS = 512;  // of a task, and tiles of input channels at a time
 
-// Activations in bfloat16.
+// Activations in bfloat16, [parts][m][each tiles of 32 channels]: a task takes part after part of the input channels, whose
+// activations and tiles of weights stay in the second-level cache. Rows of a part are a few lines apart from each other, where
+// rows of all channels would often be whole pages apart, and in each other's way in the first cache.
 struct Rows {
-    const uint16_t* x;  // [rows][stride], zeros past the last channel
-    int64_t stride;
+    uint16_t* x;
+    int64_t m, tiles, each;
+
+    Rows(const Linear& p, int64_t m, GrowingMemory& memory) : m(m), tiles(divide_up(p.steps, TILE_STEPS)) {
+        each = divide_up(tiles, divide_up(tiles, MOST_TILES));
+        x = memory.at_least<uint16_t>(divide_up(tiles, each) * m * stride());
+    }
+
+    int64_t stride() const { return each * TILE_CHANNELS; }
+
+    // The 32 channels of tile `t` in a row.
+    uint16_t* at(int64_t row, int64_t t) const {
+        return x + (t / each * m + row) * stride() + t % each * TILE_CHANNELS;
+    }
 };
 
 // Where the sums of 32 rows x one panel are.
@@ -225,13 +238,12 @@ struct PlainTask : Task {
 template <Activation activation>
 struct GatedTask : Task {
     int64_t from, to;
-    uint16_t* out;  // [M][stride]
-    int64_t stride;
+    const Rows& out;
     bool at_once;  // all input channels: sums of a gate and its up are used before others are made
     float* sums;   // [count()][rows][PANEL]; at once: [2][32][PANEL]
 
-    GatedTask(const Linear& p, int64_t row, int64_t rows, int64_t from, int64_t to, uint16_t* out, int64_t stride)
-        : Task{p, row, rows}, from(from), to(to), out(out), stride(stride), at_once(p.steps <= MOST_TILES * TILE_STEPS) {
+    GatedTask(const Linear& p, int64_t row, int64_t rows, int64_t from, int64_t to, const Rows& out)
+        : Task{p, row, rows}, from(from), to(to), out(out), at_once(p.steps <= MOST_TILES * TILE_STEPS) {
         thread_local GrowingMemory memory;
         sums = memory.at_least<float>((at_once ? 2 * TILES_ROWS : count() * rows) * PANEL);
     }
@@ -244,8 +256,8 @@ struct GatedTask : Task {
     OPTKIT_AMX void finish(int64_t j, int64_t r, int64_t now) const {
         if (j % 2 == 0) return;
         const float *gate = place(j - 1, r).sums, *up = place(j, r).sums;
-        uint16_t* to = out + (row + r) * stride + (from + j / 2) * PANEL;
-        for (int64_t i = 0; i < now; ++i, gate += PANEL, up += PANEL, to += stride) {
+        uint16_t* to = out.at(row + r, from + j / 2);  // a panel of channels is a tile of them
+        for (int64_t i = 0; i < now; ++i, gate += PANEL, up += PANEL, to += out.stride()) {
             const __m512 lower = S::mul(activated<activation>(load(gate)), load(up));
             const __m512 upper = S::mul(activated<activation>(load(gate + HALF)), load(up + HALF));
             _mm512_storeu_si512(to, to_bf16(upper, lower));
@@ -270,8 +282,8 @@ OPTKIT_AMX void add_products(const Linear& p, const Rows& a, int64_t panel, int6
                              int64_t row, const Place& to) {
     const Bias bias(p, panel);
     first ? Block<TWO>::start(to.sums, to.stride) : Block<TWO>::start(p.bias ? bias.of : nullptr, 0);
-    const uint16_t* x = a.x + row * a.stride + first * TILE_CHANNELS;
-    for (int64_t t = first; t < last; ++t, x += TILE_CHANNELS, w += 2 * TILE_VALUES) Block<TWO>::add(x, a.stride, w);
+    const uint16_t* x = a.at(row, first);
+    for (int64_t t = first; t < last; ++t, x += TILE_CHANNELS, w += 2 * TILE_VALUES) Block<TWO>::add(x, a.stride(), w);
     Block<TWO>::store(to.sums, to.stride);
 }
 
@@ -307,8 +319,6 @@ OPTKIT_AMX void run_block(const Kind& task, const Rows& a) {
     alignas(64) uint16_t ring[RING][2 * TILE_VALUES];
     thread_local GrowingMemory scale_memory;
     const Linear& p = task.p;
-    const int64_t tiles = a.stride / TILE_CHANNELS;
-    const uint16_t* x = a.x + task.row * a.stride;
     configure_tiles(task.rows);
     for (int64_t j = 0; j < task.count(); ++j) {
         const Panel panel = panel_of(p, task.panel(j), 1, scale_memory);
@@ -316,10 +326,10 @@ OPTKIT_AMX void run_block(const Kind& task, const Rows& a) {
         const Place to = task.place(j, 0);
         Dequantizer dequantizer(panel, p, 0);
         Block<TWO>::start(p.bias ? bias.of : nullptr, 0);
-        for (int64_t t = 0; t < tiles + LAG; ++t) {
-            if (t < tiles) dequantizer.next(ring[t % RING]);
+        for (int64_t t = 0; t < a.tiles + LAG; ++t) {
+            if (t < a.tiles) dequantizer.next(ring[t % RING]);
             tiles_and_memory_agree();
-            if (t >= LAG) Block<TWO>::add(x + (t - LAG) * TILE_CHANNELS, a.stride, ring[(t - LAG) % RING]);
+            if (t >= LAG) Block<TWO>::add(a.at(task.row, t - LAG), a.stride(), ring[(t - LAG) % RING]);
             tiles_and_memory_agree();
         }
         Block<TWO>::store(to.sums, to.stride);
@@ -333,14 +343,13 @@ OPTKIT_AMX void run_task(const Kind& task, const Rows& a) {
     if (task.rows <= TILES_ROWS) {
         task.rows > TILE_ROWS ? run_block<true>(task, a) : run_block<false>(task, a);
     } else {
-        const int64_t tiles = a.stride / TILE_CHANNELS, each = divide_up(tiles, divide_up(tiles, MOST_TILES));
-        for (int64_t t = 0; t < tiles; t += each) run_channels(task, a, t, std::min(t + each, tiles));
+        for (int64_t t = 0; t < a.tiles; t += a.each) run_channels(task, a, t, std::min(t + a.each, a.tiles));
     }
     _tile_release();
 }
 
 // Row `row` of the activations as bfloat16.
-OPTKIT_AMX void round_row(const Bf16Input& input, int64_t row, uint16_t* to, int64_t stride) {
+OPTKIT_AMX void round_row(const Bf16Input& input, int64_t row, const Rows& to) {
     thread_local GrowingMemory memory;
     const float* x = input.x + row * input.x_stride;
     if (input.order) {
@@ -348,26 +357,22 @@ OPTKIT_AMX void round_row(const Bf16Input& input, int64_t row, uint16_t* to, int
         for (int64_t i = 0; i < input.k; ++i) ordered[i] = x[input.order[i]];
         x = ordered;
     }
-    for (int64_t i = 0; i < stride; i += 32) round_32(x + i, input.k - i, to + i);
+    for (int64_t t = 0, i = 0; t < to.tiles; ++t, i += TILE_CHANNELS) round_32(x + i, input.k - i, to.at(row, t));
 }
-
-int64_t stride_of(const Linear& p) { return divide_up(p.steps, TILE_STEPS) * TILE_CHANNELS; }
 
 Rows rounded(const Bf16Input& input, const Linear& layer, int64_t m, int threads) {
     thread_local GrowingMemory memory;
-    const int64_t stride = stride_of(layer);
-    auto* x = memory.at_least<uint16_t>(m * stride);
+    const Rows rows(layer, m, memory);
     parallel_for(m, even_chunk(m, threads), m > TILES_ROWS ? threads : 1, [&](int64_t first, int64_t last) {
-        for (int64_t row = first; row < last; ++row) round_row(input, row, x + row * stride, stride);
+        for (int64_t row = first; row < last; ++row) round_row(input, row, rows);
     });
-    return {x, stride};
+    return rows;
 }
 
 // Calls body(row, rows, from, to) for parts of `m` rows and `panels` panels.
 template <class Body>
-void in_parts(int64_t m, int64_t stride, int64_t panels, int64_t most_panels, int threads, const Body& body) {
-    const int64_t most = std::clamp(ROW_BYTES / (stride * 2), TILES_ROWS, MOST_ROWS);
-    const int64_t rows = divide_up(divide_up(m, divide_up(m, most)), TILES_ROWS) * TILES_ROWS;
+void in_parts(int64_t m, int64_t panels, int64_t most_panels, int threads, const Body& body) {
+    const int64_t rows = divide_up(divide_up(m, divide_up(m, MOST_ROWS)), TILES_ROWS) * TILES_ROWS;
     // One block of rows waits for memory: a task begins without what was fetched ahead, so there are as few as threads.
     const int64_t each = m <= TILES_ROWS ? divide_up(panels, threads) : std::min(most_panels, divide_up(panels, 2 * threads));
     const int64_t across = divide_up(panels, each);
@@ -380,7 +385,7 @@ void in_parts(int64_t m, int64_t stride, int64_t panels, int64_t most_panels, in
 }
 
 void multiply_rows(const Rows& a, const Linear& layer, int64_t m, int threads) {
-    in_parts(m, a.stride, divide_up(layer.n, PANEL), MOST_PANELS, threads,
+    in_parts(m, divide_up(layer.n, PANEL), MOST_PANELS, threads,
              [&](int64_t row, int64_t rows, int64_t from, int64_t to) {
                  run_task(PlainTask(layer, row, rows, from, to), a);
              });
@@ -389,14 +394,12 @@ void multiply_rows(const Rows& a, const Linear& layer, int64_t m, int threads) {
 template <Activation activation>
 void gated_mlp(const Bf16Input& input, const Linear& gate_up, const Linear& down, int64_t m, int threads) {
     thread_local GrowingMemory memory;
-    const Rows a = rounded(input, gate_up, m, threads);
-    const int64_t stride = stride_of(down);
-    auto* hidden = memory.at_least<uint16_t>(m * stride);
-    in_parts(m, a.stride, gate_up.n / 2 / PANEL, MOST_PANELS / 2, threads,
+    const Rows a = rounded(input, gate_up, m, threads), hidden(down, m, memory);
+    in_parts(m, gate_up.n / 2 / PANEL, MOST_PANELS / 2, threads,
              [&](int64_t row, int64_t rows, int64_t from, int64_t to) {
-                 run_task(GatedTask<activation>(gate_up, row, rows, from, to, hidden, stride), a);
+                 run_task(GatedTask<activation>(gate_up, row, rows, from, to, hidden), a);
              });
-    multiply_rows({hidden, stride}, down, m, threads);
+    multiply_rows(hidden, down, m, threads);
 }
 
 }  // namespace
