@@ -235,9 +235,9 @@ def predicted_trials(
             reasons = (skip["reason"] for record in records for skip in record.skips)
             trial.record.decided(SKIPPED, next(reasons, "no site to change"))
         trials.append(trial)
-    possible = [trial for trial in trials if trial.planned]
-    for trial in possible if len(possible) > 1 else ():
-        trial.record.predicted = predict(shapes, trial.planned, recipe, target)
+    possible = [(trial, trial.planned) for trial in trials if trial.planned]
+    for trial, graph in possible if len(possible) > 1 else ():
+        trial.record.predicted = predict(shapes, graph, recipe, target)
     return sorted(trials, key=lambda trial: predicted_cost(recipe, trial))
 
 
