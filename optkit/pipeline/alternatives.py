@@ -238,7 +238,7 @@ def predicted_trials(
     possible = [(trial, trial.planned) for trial in trials if trial.planned]
     for trial, graph in possible if len(possible) > 1 else ():
         trial.record.predicted = predict(shapes, graph, recipe, target)
-    return sorted(trials, key=lambda trial: predicted_cost(recipe, trial))
+    return sorted(trials, key=lambda trial: (bool(trial.record.decision), predicted_cost(recipe, trial)))
 
 
 def without_values(graph: Graph) -> Graph:
