@@ -9,8 +9,14 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("kernels", "optkit/graph", "optkit/lowering")
 STEP = re.compile(r"^\d+\. `([\w./]+)`", re.MULTILINE)
 MAX_FILES = 8
-# The reference hands the spec on, and the op on the weights of experts names the linear op of which it is a variant.
-BESIDE = {"kernels/ops/reference.py", "kernels/ops/reference_experts.py", "optkit/graph/ops/experts.py"}
+# The reference hands the spec on, the op on the weights of experts names the linear op of which it is a variant, and a
+# chain of ops that are one call names the ops.
+BESIDE = {
+    "kernels/ops/reference.py",
+    "kernels/ops/reference_experts.py",
+    "optkit/graph/ops/experts.py",
+    "kernels/ops/cpu/mlp.py",
+}
 
 
 def walk() -> tuple[str, list[str]]:

@@ -128,4 +128,5 @@ def test_the_whole_is_not_measured_again_where_the_last_pass_was_measured_on_as_
     assert names[-1] == "whole" and apart.whole is not None
     for name in ("kl_mean", "top1_agreement", "ppl"):  # what a measurement of its own gives
         found = record.whole.quality[name]
-        assert found == pytest.approx(apart.whole.quality[name], rel=1e-4)
+        # Float logits of batches of other sizes differ by rounding, on some CPUs.
+        assert found == pytest.approx(apart.whole.quality[name], rel=1e-4, abs=1e-8)
