@@ -48,12 +48,8 @@ class LlamaCpp(Peer):
 
     def __init__(self, quantization: str, isa: str = NATIVE) -> None:
         self.quantization, self.isa = quantization, isa
-        if isa == NATIVE and "amx_int8" in cpu_isa():
-            self.build_isa = (
-                AVX512  # with AMX this build ends in a segmentation fault (ggml_backend_amx_mul_mat)
-            )
-        else:
-            self.build_isa = isa
+        # The AMX kernels of this build end in a segmentation fault (ggml_backend_amx_mul_mat).
+        self.build_isa = AVX512 if isa == NATIVE and "amx_int8" in cpu_isa() else isa
         self.name = f"llama.cpp-{quantization.lower()}"
 
     @property

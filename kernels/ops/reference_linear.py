@@ -131,9 +131,8 @@ def linear_w8a16(
     ``precision="bfloat16"`` rounds x and the scaled weight to bfloat16, and sums products in float32; a kernel may
     be more precise.
     """
-    scaled = (weight.unflatten(1, (weight_scale.shape[1], -1)) * weight_scale.to(x.dtype)[..., None]).flatten(
-        1
-    )
+    grouped = weight.unflatten(1, (weight_scale.shape[1], -1))
+    scaled = (grouped * weight_scale.to(x.dtype)[..., None]).flatten(1)
     if precision == "bfloat16":
         x, scaled = (value.to(torch.bfloat16).to(value.dtype) for value in (x, scaled))
     return F.linear(x, scaled, bias)

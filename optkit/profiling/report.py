@@ -185,9 +185,7 @@ def op_rows(recorded: Recorded, taken: Timeline, graph: Graph, target: Target) -
             kernels[op.node].append(op.kernel)
     groups: dict[tuple[str, str, str], list[str]] = {}
     for name in spent:
-        made = [
-            nodes[each] for each in name.split(NODES) if each in nodes
-        ]  # several where a call does all of them
+        made = [nodes[each] for each in name.split(NODES) if each in nodes]  # several in one call
         op_name = " + ".join(ops.op_name(node.target) or str(node.target) for node in made) or name
         shown = " + ".join(LAYER.sub(".*", label(graph, node)) for node in made) or name
         groups.setdefault((shown, op_name, " + ".join(kernels[name])), []).append(name)

@@ -11,6 +11,7 @@ import pytest
 
 from optkit.artifact.open import Artifact
 from optkit.evaluation.speed import PairedTimes, workload_points
+from optkit.graph.ir import Graph
 from optkit.graph.shapes import Point
 from optkit.kernels import reference
 from optkit.kernels.cpu import native
@@ -178,20 +179,28 @@ def test_passes_of_a_candidate_are_judged_alone_when_all_together_miss_a_bound(
     assert (set(), set()) in measured  # smoothquant by itself
 
 
+def use_predictions(monkeypatch: pytest.MonkeyPatch, after: Callable[[Graph, bool], float]) -> None:
+    """Fix predictions to 1 second before, ``after(graph, decode)`` after; ``HOPELESS`` is that of the product."""
+
+    def predict(before: object, graph: Graph, recipe: Recipe, target: object) -> dict[str, list[float]]:
+        points: list[Point] = workload_points(recipe)
+        return {point.label: [1.0, after(graph, not point.label.startswith("prefill"))] for point in points}
+
+    monkeypatch.setattr(alternatives, "predict", predict)
+    monkeypatch.setattr(alternatives, "HOPELESS", 1.6)
+
+
 def test_a_candidate_with_a_hopeless_prediction_is_skipped(
     source: Path,
     tmp_path: Path,
     seconds: Callable[[Seconds], list[tuple[set[str], set[str]]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def predict(before: object, after: object, recipe: Recipe, target: object) -> dict[str, list[float]]:
-        slow = any(True for _ in after.calls(reference.linear_w4a8))
-        points: list[Point] = workload_points(recipe)
-        return {point.label: [1.0, 9.0 if slow else 0.5] for point in points}
+    def after(graph: Graph, decode: bool) -> float:
+        return 9.0 if any(True for _ in graph.calls(reference.linear_w4a8)) else 0.5
 
     measured = seconds(lambda kinds, decode: 0.5 if kinds else 1.0)
-    monkeypatch.setattr(alternatives, "predict", predict)
-    monkeypatch.setattr(alternatives, "HOPELESS", 1.6)
+    use_predictions(monkeypatch, after)
     passes, candidates = records(source, tmp_path / "out", CANDIDATES.format("objective: request"))
     assert passes == {"fuse_qkv": "kept", "int8": "kept"}
     assert candidates["w4a8"].decision == "skipped"
@@ -238,16 +247,12 @@ def test_a_fast_decode_saves_only_a_candidate_that_could_serve_decodes_alone(
     seconds: Callable[[Seconds], list[tuple[set[str], set[str]]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def predict(before: object, after: object, recipe: Recipe, target: object) -> dict[str, list[float]]:
-        int8 = any(True for _ in after.calls(reference.linear_w8a8))
-        return {
-            point.label: [1.0, (9.0 if point.label.startswith("prefill") else 0.1) if int8 else 0.5]
-            for point in workload_points(recipe)
-        }
+    def after(graph: Graph, decode: bool) -> float:
+        int8 = any(True for _ in graph.calls(reference.linear_w8a8))
+        return (0.1 if decode else 9.0) if int8 else 0.5
 
     seconds(lambda kinds, decode: 0.5 if kinds else 1.0)
-    monkeypatch.setattr(alternatives, "predict", predict)
-    monkeypatch.setattr(alternatives, "HOPELESS", 1.6)
+    use_predictions(monkeypatch, after)
     text = CANDIDATES.format("objective: ttft").replace("int8: {}", passes)
     _, candidates = records(source, tmp_path / "out", text)
     (found,) = (record for name, record in candidates.items() if name.endswith("int8"))

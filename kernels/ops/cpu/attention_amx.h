@@ -34,9 +34,9 @@ struct OnTiles {
     }
 
     // All rows of the item against the tiles of keys from `begin` on, up to `stop` or the end of the split. The tiles are
-    // packed first, and stay in the cache as the sums of a block of rows do.
-    OPTKIT_TARGET static void attend_tiles(const Problem& p, const Item& item, int64_t begin, int64_t stop, Scratch& scratch,
-                                           const Sums& sums) {
+    // packed first, and stay in the cache as the sums of a block of rows do. Gives the position after the last tile.
+    OPTKIT_TARGET static int64_t attend_tiles(const Problem& p, const Item& item, int64_t begin, int64_t stop,
+                                              Scratch& scratch, const Sums& sums) {
         Scratch tiles[kSplit / kTile];
         int64_t first[kSplit / kTile];
         int count = 0;
@@ -52,6 +52,7 @@ struct OnTiles {
                 const Block block = block_of(p, item, first[t], keys_of(item, first[t]), row, block_rows);
                 if (block.start < block.stop) attend(p, block, tiles[t], sums);
             }
+        return begin;
     }
 
   private:

@@ -161,8 +161,9 @@ OPTKIT_TARGET inline void release(const Problem& p, const Item& item) {
 #endif
 }
 
-// All rows of the item against the tiles of keys from `begin` on, up to `stop` or the end of a split.
-OPTKIT_TARGET inline void attend_tiles(const Problem& p, const Item& item, int64_t begin, int64_t stop, Scratch& scratch,
+// All rows of the item against the tiles of keys from `begin` on, up to `stop` or the end of a split. Gives the position
+// after the last tile.
+OPTKIT_TARGET inline int64_t attend_tiles(const Problem& p, const Item& item, int64_t begin, int64_t stop, Scratch& scratch,
                                        const Sums& sums) {
 #ifdef OPTKIT_TILES
     if (OnTiles::takes(p, item)) return OnTiles::attend_tiles(p, item, begin, stop, scratch, sums);
@@ -170,6 +171,7 @@ OPTKIT_TARGET inline void attend_tiles(const Problem& p, const Item& item, int64
     const auto attend = p.int8_cache ? attend_tile<OnInt8> : attend_tile<OnFloat>;
     for (; begin < stop; begin += kTile)
         if (!scratch.selected || scratch.selected[begin / kTile]) attend(p, item, begin, scratch, sums);
+    return begin;
 }
 
 // The branches of a tree against the keys of a split from position `begin` on, one after another: each has keys of its own.
@@ -197,8 +199,7 @@ OPTKIT_TARGET inline void attend_split(const Problem& p, const Item& item, int64
     if (item.is_tree) stop = p.limited || p.slopes ? 0 : item.prefix / kTile * kTile;
     if (!item.is_tree && begin < seen) begin = seen / kTile * kTile;
     if (item.count * p.group <= kRows) prefetch(p, item, begin);
-    attend_tiles(p, item, begin, std::min(split_stop, stop), scratch, sums);
-    while (begin < split_stop && begin < stop) begin += kTile;
+    begin = attend_tiles(p, item, begin, std::min(split_stop, stop), scratch, sums);
     // Branches take the place of the item in Scratch.q, so none before the last common tile.
     if (item.is_tree && begin < split_stop) attend_branches(p, item, begin, split_stop, scratch, sums);
 }

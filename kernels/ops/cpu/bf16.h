@@ -10,7 +10,6 @@ namespace optkit {
 struct Bf16Input {
     const float* x;  // [M][x_stride]
     int64_t x_stride;
-    const int32_t* order;  // [k]: the column of x that is input channel i; null: they are in order
     int64_t k;
 };
 

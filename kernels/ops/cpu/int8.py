@@ -22,9 +22,8 @@ from optkit.kernels.kernel import Kernel
 PANEL, STEP, MOST_OF_TWO = 32, 4, 128  # as in int8.h
 GROUPS = "one group, or groups of whole 4 channels"
 BFLOAT16 = "bfloat16"  # the option ``precision`` of linear_w8a16
-TILE_BLOCKS = Blocks(
-    least=64, most=256
-)  # each call makes all tiles of weights anew; with fewer rows threads share them
+# Each call makes all tiles of weights anew; with fewer rows threads share them.
+TILE_BLOCKS = Blocks(least=64, most=256)
 WHOLE_GROUPS = "groups of whole 4 channels"
 
 

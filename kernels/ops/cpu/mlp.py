@@ -11,7 +11,7 @@ from torch import Tensor
 from optkit.kernels.cpu import native
 from optkit.kernels.cpu.emit import Arguments, Chain
 from optkit.kernels.cpu.gates import GELUS, SILU
-from optkit.kernels.cpu.int8 import BFLOAT16, PANEL, TILE_BLOCKS, is_half
+from optkit.kernels.cpu.int8 import BFLOAT16, PANEL, STEP, TILE_BLOCKS, is_half
 from optkit.kernels.cpu.program import Builder, Size, View
 
 
@@ -34,7 +34,7 @@ def emit_mlp(b: Builder, activation: int, gate_up: Arguments, down: Arguments) -
     x: View = gate_up.args[0]
     first, second = layer(*gate_up.args[1:]), layer(*down.args[1:])
     n, width = len(down.args[1]), len(gate_up.args[1]) // 2
-    if width % PANEL or x.width % 4:
+    if width % PANEL or x.width % STEP:
         raise NotImplementedError(f"{width} gates are no whole panels")
     out = b.buffer(x.rows, (n,))
     b.call(

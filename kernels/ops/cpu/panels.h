@@ -31,6 +31,12 @@ struct Tasks {
         count = divide_up(m, rows) * across;
     }
 
+    // Tasks of so many rows and panels.
+    static Tasks of(int64_t m, int64_t all_panels, int64_t rows, int64_t panels) {
+        const int64_t across = divide_up(all_panels, panels);
+        return Tasks(rows, panels, across, divide_up(m, rows) * across);
+    }
+
     // Calls body(row, rows, panel, end of the panels) for each task of `m` rows and `all_panels` panels.
     template <class Body>
     void run(int64_t m, int64_t all_panels, int threads, const Body& body) const {
@@ -41,6 +47,10 @@ struct Tasks {
             }
         });
     }
+
+private:
+    Tasks(int64_t rows, int64_t panels, int64_t across, int64_t count)
+        : rows(rows), panels(panels), across(across), count(count) {}
 };
 
 }  // namespace optkit

@@ -70,15 +70,15 @@ void run(const WeightOnly& p, int64_t m, int64_t k, int threads) {
 using namespace optkit;
 
 // reference.linear_w8a16 of x [rows, k] with rows `x_stride` apart, its columns in `order` [k] unless that is null: out
-// [rows, n]. Weights as for optkit_linear_w8a8. With `bf16` a CPU with AMX rounds activations and weights to bfloat16;
-// other CPUs are more precise.
+// [rows, n]. Weights as for optkit_linear_w8a8. With `bf16` and no order a CPU with AMX rounds activations and weights
+// to bfloat16; other CPUs are more precise.
 OPTKIT_API void optkit_linear_w8a16(const float* x, int64_t x_stride, const int32_t* order, const uint8_t* weight,
                                     const uint8_t* weight_scale, const float* bias, float* out, int64_t rows, int64_t n,
                                     int64_t k, int64_t groups, int half, int bf16, int threads) {
     const Linear layer = packed_linear(weight, weight_scale, half, bias, out, n, k, groups);
     if (rows == 0 || n == 0) return;
 #ifdef OPTKIT_AMX
-    if (bf16 && isa() == Isa::amx) return linear_w8a16_amx({x, x_stride, order, k}, layer, rows, threads);
+    if (bf16 && !order && isa() == Isa::amx) return linear_w8a16_amx({x, x_stride, k}, layer, rows, threads);
 #endif
     run({x, x_stride, order, layer}, rows, k, threads);
 }
@@ -96,7 +96,7 @@ OPTKIT_API void optkit_gated_mlp_w8a16(const float* x, int64_t x_stride, const u
     Linear first = packed_linear(gate_up, gate_up_scale, gate_up_half, gate_up_bias, nullptr, 2 * width, k, gate_up_groups);
     const Linear second = packed_linear(down, down_scale, down_half, down_bias, out, n, width, down_groups);
 #ifdef OPTKIT_AMX
-    if (isa() == Isa::amx) return gated_mlp_amx({x, x_stride, nullptr, k}, first, act, second, rows, threads);
+    if (isa() == Isa::amx) return gated_mlp_amx({x, x_stride, k}, first, act, second, rows, threads);
 #endif
     thread_local GrowingMemory both_memory, hidden_memory;
     first.out = both_memory.at_least<float>(rows * 2 * width);

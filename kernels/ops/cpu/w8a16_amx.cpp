@@ -57,10 +57,9 @@ struct Doubled {
     __m512 of[2];
 };
 
-OPTKIT_AMX OPTKIT_INLINE Doubled doubled(const float* scale) {
+OPTKIT_AMX OPTKIT_INLINE Doubled doubled(__m512 all) {
     alignas(64) static constexpr int32_t lanes[2][16] = {{0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7},
                                                          {8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15}};
-    const __m512 all = load(scale);
     return {{_mm512_permutexvar_ps(_mm512_loadu_si512(lanes[0]), all),
              _mm512_permutexvar_ps(_mm512_loadu_si512(lanes[1]), all)}};
 }
@@ -118,8 +117,8 @@ private:
 
     OPTKIT_AMX OPTKIT_INLINE void begin_group() {
         group_end_ = (group_ + 1) * group_steps_;
-        scale_[0] = doubled(panel_.weight_scale + group_ * PANEL);
-        scale_[1] = doubled(panel_.weight_scale + group_ * PANEL + HALF);
+        scale_[0] = doubled(scales<0>(panel_, group_));
+        scale_[1] = doubled(scales<1>(panel_, group_));
     }
 
     const Panel& panel_;
@@ -295,7 +294,7 @@ OPTKIT_AMX void run_channels(const Kind& task, const Rows& a, int64_t first, int
     const int64_t panel_values = (last - first) * 2 * TILE_VALUES;
     auto* tiles = tile_memory.at_least<uint16_t>(task.count() * panel_values);
     for (int64_t j = 0; j < task.count(); ++j) {
-        const Panel panel = panel_of(p, task.panel(j), 1, scale_memory);
+        const Panel panel = panel_of(p, task.panel(j), task.rows, scale_memory);
         Dequantizer dequantizer(panel, p, first);
         for (int64_t t = first; t < last; ++t) dequantizer.next(tiles + j * panel_values + (t - first) * 2 * TILE_VALUES);
     }
@@ -321,7 +320,7 @@ OPTKIT_AMX void run_block(const Kind& task, const Rows& a) {
     const Linear& p = task.p;
     configure_tiles(task.rows);
     for (int64_t j = 0; j < task.count(); ++j) {
-        const Panel panel = panel_of(p, task.panel(j), 1, scale_memory);
+        const Panel panel = panel_of(p, task.panel(j), task.rows, scale_memory);
         const Bias bias(p, task.panel(j));
         const Place to = task.place(j, 0);
         Dequantizer dequantizer(panel, p, 0);
@@ -350,13 +349,7 @@ OPTKIT_AMX void run_task(const Kind& task, const Rows& a) {
 
 // Row `row` of the activations as bfloat16.
 OPTKIT_AMX void round_row(const Bf16Input& input, int64_t row, const Rows& to) {
-    thread_local GrowingMemory memory;
     const float* x = input.x + row * input.x_stride;
-    if (input.order) {
-        auto* ordered = memory.at_least<float>(input.k);
-        for (int64_t i = 0; i < input.k; ++i) ordered[i] = x[input.order[i]];
-        x = ordered;
-    }
     for (int64_t t = 0, i = 0; t < to.tiles; ++t, i += TILE_CHANNELS) round_32(x + i, input.k - i, to.at(row, t));
 }
 
@@ -369,36 +362,31 @@ Rows rounded(const Bf16Input& input, const Linear& layer, int64_t m, int threads
     return rows;
 }
 
-// Calls body(row, rows, from, to) for parts of `m` rows and `panels` panels.
-template <class Body>
-void in_parts(int64_t m, int64_t panels, int64_t most_panels, int threads, const Body& body) {
+// How threads share `m` rows and `panels` panels.
+Tasks tasks_of(int64_t m, int64_t panels, int64_t most_panels, int threads) {
     const int64_t rows = divide_up(divide_up(m, divide_up(m, MOST_ROWS)), TILES_ROWS) * TILES_ROWS;
     // One block of rows waits for memory: a task begins without what was fetched ahead, so there are as few as threads.
     const int64_t each = m <= TILES_ROWS ? divide_up(panels, threads) : std::min(most_panels, divide_up(panels, 2 * threads));
-    const int64_t across = divide_up(panels, each);
-    parallel_for(across * divide_up(m, rows), 1, threads, [&](int64_t first, int64_t last) {
-        for (int64_t i = first; i < last; ++i) {
-            const int64_t row = i / across * rows, from = i % across * each;
-            body(row, std::min(rows, m - row), from, std::min(from + each, panels));
-        }
-    });
+    return Tasks::of(m, panels, rows, each);
 }
 
 void multiply_rows(const Rows& a, const Linear& layer, int64_t m, int threads) {
-    in_parts(m, divide_up(layer.n, PANEL), MOST_PANELS, threads,
-             [&](int64_t row, int64_t rows, int64_t from, int64_t to) {
-                 run_task(PlainTask(layer, row, rows, from, to), a);
-             });
+    const int64_t panels = divide_up(layer.n, PANEL);
+    tasks_of(m, panels, MOST_PANELS, threads)
+        .run(m, panels, threads, [&](int64_t row, int64_t rows, int64_t from, int64_t to) {
+            run_task(PlainTask(layer, row, rows, from, to), a);
+        });
 }
 
 template <Activation activation>
 void gated_mlp(const Bf16Input& input, const Linear& gate_up, const Linear& down, int64_t m, int threads) {
     thread_local GrowingMemory memory;
     const Rows a = rounded(input, gate_up, m, threads), hidden(down, m, memory);
-    in_parts(m, gate_up.n / 2 / PANEL, MOST_PANELS / 2, threads,
-             [&](int64_t row, int64_t rows, int64_t from, int64_t to) {
-                 run_task(GatedTask<activation>(gate_up, row, rows, from, to, hidden), a);
-             });
+    const int64_t panels = gate_up.n / 2 / PANEL;
+    tasks_of(m, panels, MOST_PANELS / 2, threads)
+        .run(m, panels, threads, [&](int64_t row, int64_t rows, int64_t from, int64_t to) {
+            run_task(GatedTask<activation>(gate_up, row, rows, from, to, hidden), a);
+        });
     multiply_rows(hidden, down, m, threads);
 }
 
