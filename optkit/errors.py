@@ -76,6 +76,10 @@ class UnsupportedModel(UserError):
     """A model that optkit refuses, with the reason."""
 
 
+class CollectiveFailed(RuntimeError):
+    """A rank of a model in several processes did not answer."""
+
+
 def first_line(error: BaseException, limit: int = 200) -> str:
     """The first non-empty line of an error's text, up to ``limit`` characters; without a text the error's type.
 

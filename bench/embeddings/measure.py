@@ -54,7 +54,7 @@ def fidelity(
     kind = "quantized" if quantized else "float"
     for pooling in POOLINGS:
         expected = torch.stack([pooled(rows, pooling) for rows in states])
-        found = engine.embed(prompts, pooling).double()
+        found = torch.from_numpy(engine.embed(prompts, pooling)).double()
         cosines = torch.nn.functional.cosine_similarity(found, expected)
         result[f"{kind}, {pooling}: min cosine"] = float(cosines.min())
     return result
@@ -75,10 +75,10 @@ def speed(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int, quantiz
     pooling: Pooling = "last"
 
     def alone() -> np.ndarray:
-        return np.concatenate([engine.embed([prompt], pooling).numpy() for prompt in prompts])
+        return np.concatenate([engine.embed([prompt], pooling) for prompt in prompts])
 
     def together() -> np.ndarray:
-        return engine.embed(prompts, pooling).numpy()
+        return engine.embed(prompts, pooling)
 
     same = bool(np.array_equal(alone(), together()))  # and the warm-up
     times = [(_seconds(alone), _seconds(together)) for _ in range(rounds)]

@@ -74,7 +74,7 @@ def logprobs(
         left = len(ids) - request.num_computed
         count = min(step, left - last) if left > last else left
         item = ScheduledRequest(request, count, all_logits=left <= last)
-        rows = runner.execute(Batch((item,)))
+        rows = torch.from_numpy(runner.execute(Batch((item,))))
         request.num_computed += count
     return rows.float().log_softmax(-1)
 

@@ -38,7 +38,7 @@ from optkit.bench.environment import environment
 from optkit.checkpoint.locate import resolve
 from optkit.errors import UserError
 from optkit.evaluation.quality import Estimate, evaluation_windows, mean_estimate
-from optkit.kernels.reference import KV_SCALE_BYTES
+from optkit.kernels.kv_rows import KV_SCALE_BYTES
 from optkit.runtime.engine import Engine
 from optkit.runtime.factory import open_engine
 from optkit.runtime.runner import ModelRunner

@@ -28,7 +28,7 @@ from bench.long._prefill import Texts, answer_logprob, in_turn, kl, load_average
 from optkit.runtime.engine import Engine
 from optkit.runtime.factory import open_engine
 from optkit.runtime.runner import ModelRunner
-from optkit.runtime.specprefill.scorer import Scoring
+from optkit.runtime.specprefill.scoring import Scoring
 from optkit.runtime.specprefill.settings import SpecPrefill
 from optkit.runtime.types import EngineRequest, SamplingParams, TokenOutput
 

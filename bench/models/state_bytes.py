@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -104,12 +105,11 @@ def changed_bytes(model: Executable, prompt: Sequence[int], fill: int) -> dict[s
 def pools_of(engine: Engine) -> dict[str, list[Tensor]]:
     """The memory of KV and of recurrent states as bytes, shared memory once."""
     runner: Any = engine.runner
-    return {"KV": memory_of(runner.kv_pools.values()), "states": memory_of(runner.state_pools.values())}
-
-
-def memory_of(pools: Any) -> list[Tensor]:
-    storages = {pool.untyped_storage().data_ptr(): pool.untyped_storage() for pool in pools}
-    return [torch.empty(0, dtype=torch.uint8).set_(storage) for storage in storages.values()]
+    memory = {"KV": sum(runner.pools.buffers, ()), "states": runner.state_pools.values()}
+    return {
+        name: [torch.from_numpy(each.reshape(-1).view(np.uint8)) for each in pools]
+        for name, pools in memory.items()
+    }
 
 
 # -- windows -----------------------------------------------------------------------------------------------

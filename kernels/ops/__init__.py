@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from optkit.kernels.kernel import Kernel
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from optkit.machine.target import Target
 
 

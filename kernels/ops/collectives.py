@@ -21,6 +21,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from optkit.errors import CollectiveFailed
+
 REDUCTIONS = ("sum", "max")
 
 
@@ -40,10 +42,6 @@ class Communicator(Protocol):
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """The first ``sizes[r]`` columns of rank r's ``x`` [..., columns], side by side in the order of the ranks."""
         ...
-
-
-class CollectiveFailed(RuntimeError):
-    """A rank did not answer."""
 
 
 _current: ContextVar[Communicator | None] = ContextVar("communicator", default=None)

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from optkit.kernels.reference_attention import (  # noqa: F401
     KV_CODES,
-    KV_SCALE_BYTES,
     attend,
     attention,
     causal_mask,

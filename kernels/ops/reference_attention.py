@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optkit.kernels.kv_rows import KV_SCALE_BYTES
 from optkit.kernels.reference_fp8 import quantize_fp8_per_token
 from optkit.kernels.reference_sparse_prefill import readable_keys
 
-KV_SCALE_BYTES = 4  # of the float32 scale of an int8 or float8 KV row
 KV_CODES = {torch.int8: torch.int8, torch.uint8: torch.float8_e4m3fn}  # type of a pool -> type of the codes
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -50,10 +50,14 @@ class Artifact:
         manifest = read_manifest(path)
         artifact = Artifact(path, manifest)
         if verify:
-            for problem in problems(path, manifest):
+            for problem in artifact.problems():
                 fix = "make the artifact again; do not serve this one"
                 raise UserError(problem, where=str(path), fix=fix)
         return artifact
+
+    def problems(self) -> Iterator[str]:
+        """The differences between the files and the manifest."""
+        return problems(self.directory, self.manifest)
 
     def check_present(self) -> None:
         """Raise UserError if the directory has no artifact any more, or another one."""
@@ -74,6 +78,12 @@ class Artifact:
     def recipe(self) -> Recipe:
         file = self.directory / INTERNAL / "recipe.yaml"
         return parse_recipe(read_text(file), label=str(file))
+
+    def saved_key(self) -> str:
+        """The name of the artifact's saved model on this machine (``optkit.lowering.saved_file``)."""
+        from optkit.lowering.saved_file import key_of
+
+        return key_of(content_digest(self.manifest))
 
     def meta(self) -> GraphMeta:
         """The facts about the model in graph.json, without nodes and weights."""

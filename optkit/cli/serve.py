@@ -281,7 +281,7 @@ def serve(
     from optkit.runtime.process.launch import launch
 
     with (
-        nullcontext() if on_demand or replicas else launch() as launched
+        nullcontext() if on_demand or replicas else launch(artifact=str(named[0][1])) as launched
     ):  # the engine process imports while this process does
         from optkit.serve.http.address import read_api_keys
         from optkit.serve.server import ServeOptions, run

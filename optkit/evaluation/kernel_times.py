@@ -219,16 +219,10 @@ def times_file() -> Path:
     """The file of times of this machine, instruction set, threads, torch and native kernels."""
     from optkit.kernels.cpu import native
 
-    isa, built = (native.isa(), library_digest(native.library_file())) if native.available() else ("", "")
+    isa, built = (native.isa(), native.library_digest()) if native.available() else ("", "")
     facts = [cpu_model(), isa, torch.get_num_threads(), torch.__version__, built]
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     return cache_dir("layer-times") / f"{digest}.json"
-
-
-@lru_cache(maxsize=1)
-def library_digest(library: Path) -> str:
-    """The hash of the native library, once a process: the library is loaded once, too."""
-    return hashlib.sha256(library.read_bytes()).hexdigest()
 
 
 def read_times(file: Path) -> dict[str, float]:

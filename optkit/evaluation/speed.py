@@ -233,8 +233,8 @@ def runs(runner: ModelRunner, batches: Sequence[Batch]) -> Callable[[], None]:
     def step() -> None:
         for batch in batches:
             runner.execute(batch)
-        if runner.device.type == "cuda":
-            torch.cuda.synchronize(runner.device)
+        if runner.pools.device == "cuda":
+            torch.cuda.synchronize()
 
     return step
 

@@ -230,5 +230,5 @@ def layout_digest(engine: Engine) -> str:
     if isinstance(runner, ModelRunner):
         facts["layout"] = layout_entry(runner.layout, runner.block_size, runner.kv_dtype).model_dump()
         facts["compiled"] = is_compiled(runner)
-        facts["device"] = runner.device.type
+        facts["device"] = runner.pools.device
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -116,7 +116,7 @@ async def _supervised(config: FleetConfig, secret: bytes) -> EngineSupervisor:
         secret: of digests.
     """
     address = f"{ray.util.get_node_ip_address()}:0"
-    with launch(config.factory) as launched:
+    with launch(config.factory, config.artifact) as launched:
         if config.factory == DEFAULT_FACTORY:
             artifact = await asyncio.to_thread(config.open)
             options = engine_options(artifact.recipe, config.engine)

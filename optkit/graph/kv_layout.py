@@ -31,11 +31,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import TYPE_CHECKING, TypeVar
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from optkit.graph.states import KV_DTYPES, KVSpec, StateSpec, kv_of, recurrent_of, unwritten_zeros
+from optkit.graph.states import (
+    KV_DTYPES,
+    KVSpec,
+    StateSpec,
+    kv_of,
+    numpy_dtype,
+    recurrent_of,
+    torch_dtype,
+    unwritten_zeros,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Memory = TypeVar("Memory", "Tensor", "np.ndarray")
 
 TABLE_INPUTS = ("slot_mapping", "block_tables")  # the graph inputs with the places of KV
 RECURRENT_REASON = "a recurrent state that is computed again reads all tokens"
@@ -97,17 +112,21 @@ class KVLayout:
     def buffers(
         self, num_blocks: int, block_size: int, device: torch.device | str = "cpu"
     ) -> list[tuple[Tensor, ...]]:
-        """Zeroed buffers [blocks + null, bytes of a row] uint8 of each slot."""
+        """Zeroed buffers [blocks + null, bytes of a row] uint8 of each slot, by torch."""
+        dtype = torch_dtype("uint8")
+        return [
+            tuple(unwritten_zeros(shape, dtype, device) for shape in slot)
+            for slot in self.buffer_shapes(num_blocks, block_size)
+        ]
+
+    def buffer_shapes(self, num_blocks: int, block_size: int) -> list[tuple[tuple[int, int], ...]]:
+        """The shapes of the buffers of each slot, [blocks + null, bytes of a row]."""
         rows = num_blocks + self.num_null
+        return [tuple((rows, block_size * token_bytes) for token_bytes in slot) for slot in self.slots]
 
-        def buffer(token_bytes: int) -> Tensor:
-            return unwritten_zeros((rows, block_size * token_bytes), torch.uint8, device)
-
-        return [tuple(map(buffer, slot)) for slot in self.slots]
-
-    def pools(self, buffers: Sequence[tuple[Tensor, ...]], block_size: int) -> dict[str, Tensor]:
+    def pools(self, buffers: Sequence[tuple[Memory, ...]], block_size: int) -> dict[str, Memory]:
         """The pool of each layer by graph input: contiguous views of ``buffers``."""
-        pools: dict[str, Tensor] = {}
+        pools: dict[str, Memory] = {}
         for group in self.groups:
             for index, spec in enumerate(group.layers):
                 slot, part = divmod(index, group.fraction)
@@ -144,10 +163,14 @@ def table_inputs(group: int) -> tuple[str, ...]:
     return tuple(f"{name}_{group}" if group else name for name in TABLE_INPUTS)
 
 
-def view(buffer: Tensor, spec: KVSpec, dim: int, block_size: int) -> Tensor:
-    """``buffer`` as a pool [blocks, block_size, Hkv, D] of the type of ``spec``."""
-    dtype, extra = KV_DTYPES[spec.dtype]
-    return buffer.view(dtype).view(-1, block_size, spec.num_kv_heads, dim + extra)
+def view(buffer: Memory, spec: KVSpec, dim: int, block_size: int) -> Memory:
+    """``buffer`` as a pool [blocks, block_size, Hkv, D] of the type of ``spec``.
+
+    NumPy has no bfloat16: such a pool of NumPy is uint16.
+    """
+    name, extra = KV_DTYPES[spec.dtype]
+    dtype = numpy_dtype(name) if isinstance(buffer, np.ndarray) else torch_dtype(name)
+    return buffer.view(dtype).reshape(-1, block_size, spec.num_kv_heads, dim + extra)  # type: ignore[arg-type]
 
 
 def kv_layout(states: Iterable[StateSpec]) -> KVLayout:
@@ -179,12 +202,12 @@ def layout_of(states: Iterable[StateSpec], windows: tuple[int, ...]) -> KVLayout
 def one_group(states: Iterable[StateSpec], window: int = 0, reason: str = "") -> KVLayout:
     """All layers in one group: each has a slot of its own."""
     specs = kv_of(states)
-    return KVLayout((KVGroup(window, specs),), tuple(map(row_bytes, specs)), reason)
+    return KVLayout((KVGroup(window, specs),), tuple(spec.row_bytes for spec in specs), reason)
 
 
 def packed(kinds: dict[int, list[KVSpec]]) -> KVLayout | None:
     """The layers of several windows in a common pool; None where their bytes do not fit together."""
-    sizes = {window: set(map(row_bytes, specs)) for window, specs in kinds.items()}
+    sizes = {window: {spec.row_bytes for spec in specs} for window, specs in kinds.items()}
     if any(len(found) > 1 for found in sizes.values()):
         return None
     of = {window: found.pop() for window, found in sizes.items()}
@@ -206,9 +229,3 @@ def cost_of(rows: Sequence[int], slots: int) -> int:
     """Rows that stay empty and groups, with so many slots, for kinds of layers that take ``rows`` each."""
     groups = [-(-count // slots) for count in rows]
     return sum(groups) * slots - sum(rows) + sum(groups)
-
-
-def row_bytes(spec: KVSpec) -> tuple[int, ...]:
-    """Bytes of a token in each pool."""
-    dtype, extra = KV_DTYPES[spec.dtype]
-    return tuple(spec.num_kv_heads * (dim + extra) * dtype.itemsize for dim in spec.row_dims)

@@ -23,26 +23,29 @@ import mmap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from optkit.kernels.reference import KV_SCALE_BYTES
+from optkit.kernels.kv_rows import KV_SCALE_BYTES
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 STATE_SLOTS = "state_slots"
-
 # The storage of a token's head in KV pools: the dtype, and the elements of a row besides the D values.
 KV_DTYPES = {
-    "float32": (torch.float32, 0),
-    "bfloat16": (torch.bfloat16, 0),  # as the graph's activations, where it computes in half precision
-    "float16": (torch.float16, 0),
-    "int8": (torch.int8, KV_SCALE_BYTES),
-    "fp8": (torch.uint8, KV_SCALE_BYTES),  # the bytes of E4M3
+    "float32": ("float32", 0),
+    "bfloat16": ("bfloat16", 0),  # as the graph's activations, where it computes in half precision
+    "float16": ("float16", 0),
+    "int8": ("int8", KV_SCALE_BYTES),
+    "fp8": ("uint8", KV_SCALE_BYTES),  # the bytes of E4M3
 }
 MAX_STATE_ELEMENTS = (
     1 << 40
 )  # of a sequence in a layer: beyond any memory, and products of such sizes do not overflow
-STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+STATE_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -84,8 +87,13 @@ class KVSpec:
     @property
     def token_bytes(self) -> int:
         """Bytes of a token in all pools."""
+        return sum(self.row_bytes)
+
+    @property
+    def row_bytes(self) -> tuple[int, ...]:
+        """Bytes of a token in each pool."""
         dtype, extra = KV_DTYPES[self.dtype]
-        return self.num_kv_heads * sum(dim + extra for dim in self.row_dims) * dtype.itemsize
+        return tuple(self.num_kv_heads * (dim + extra) * numpy_dtype(dtype).itemsize for dim in self.row_dims)
 
     def pools(
         self, num_blocks: int, block_size: int, device: torch.device | str = "cpu"
@@ -93,7 +101,9 @@ class KVSpec:
         """Zeroed pools, one a row of ``row_dims``. On the CPU a page costs memory from the first write on."""
         dtype, extra = KV_DTYPES[self.dtype]
         shape = (num_blocks, block_size, self.num_kv_heads)
-        return tuple(unwritten_zeros((*shape, dim + extra), dtype, device) for dim in self.row_dims)
+        return tuple(
+            unwritten_zeros((*shape, dim + extra), torch_dtype(dtype), device) for dim in self.row_dims
+        )
 
 
 @dataclass(frozen=True)
@@ -101,7 +111,7 @@ class RecurrentSpec:
     """A state of fixed size of each sequence in a layer: the pool [slots, *shape], whose graph input has the name and
     the layer's number.
 
-    ``dtype`` is a key of ``STATE_DTYPES``.
+    ``dtype`` is one of ``STATE_DTYPES``.
     """
 
     layer: int
@@ -127,11 +137,11 @@ class RecurrentSpec:
     @property
     def sequence_bytes(self) -> int:
         """Bytes of the state of a sequence."""
-        return prod(self.shape) * STATE_DTYPES[self.dtype].itemsize
+        return prod(self.shape) * numpy_dtype(self.dtype).itemsize
 
     def pool(self, num_slots: int, device: torch.device | str = "cpu") -> Tensor:
         """A zeroed pool [num_slots, *shape]. On the CPU a page costs memory from the first write on."""
-        return unwritten_zeros((num_slots, *self.shape), STATE_DTYPES[self.dtype], device)
+        return unwritten_zeros((num_slots, *self.shape), torch_dtype(self.dtype), device)
 
 
 StateSpec = KVSpec | RecurrentSpec
@@ -188,9 +198,32 @@ def named_pools(
     return pools
 
 
+def numpy_dtype(name: str) -> np.dtype:
+    """The dtype ``name`` of NumPy, which has no bfloat16: its elements are uint16."""
+    return np.dtype("uint16" if name == "bfloat16" else name)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype ``name`` of torch."""
+    import torch
+
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
 def unwritten_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Zeros like ``torch.zeros``, in pages filled with zeros by the kernel on first use."""
-    size = torch.Size(shape).numel() * dtype.itemsize
+    import torch
+
+    size = prod(shape) * dtype.itemsize
     if torch.device(device).type != "cpu" or size == 0:
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
+    return torch.from_numpy(unwritten((size,), np.dtype(np.uint8))).view(dtype).view(shape)
+
+
+def unwritten(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Zeros of NumPy in pages that cost memory after the first write."""
+    size = prod(shape) * dtype.itemsize
+    if size == 0:
+        return np.zeros(shape, dtype)
+    return np.frombuffer(mmap.mmap(-1, size), dtype=dtype).reshape(shape)

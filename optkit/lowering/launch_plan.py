@@ -23,8 +23,9 @@ from optkit.graph.ir import Graph
 from optkit.graph.ops.operands import Source
 from optkit.graph.shapes import Point, infer_shapes
 from optkit.kernels.cpu import chains, emitters
+from optkit.kernels.cpu.call_list import LOGITS, TOKENS, Arena
 from optkit.kernels.cpu.emit import Arguments, Quantization
-from optkit.kernels.cpu.program import LOGITS, NODES, TOKENS, Arena, Builder, View
+from optkit.kernels.cpu.program import NODES, Builder, View
 
 # No two sizes are equal, so a first dimension identifies the kind of row.
 PROBE, PROBE_BLOCK = Point(tokens=11, sequences=3, context=37), 5
@@ -127,7 +128,7 @@ class Programs:
                     program, inputs, outputs = Segment(self, nodes).build()
                 except NotImplementedError:  # a shape that only the ops by themselves handle
                     continue
-                program.arena = arena
+                program.calls.arena = arena
                 calls += program.num_calls
                 self._replace(program, inputs, outputs)
         if calls:

@@ -36,6 +36,7 @@ from optkit.lowering.bind import bind, kernel_of, weight_arguments
 from optkit.lowering.streamed import StoredLinear, is_stored_op, keep_stored
 
 if TYPE_CHECKING:
+    from optkit.kernels.cpu.call_list import CallList
     from optkit.kernels.cpu.program import Program
     from optkit.lowering.launch_plan import Programs
     from optkit.machine.target import Target
@@ -78,14 +79,19 @@ class LoweredVariant:
 
     @cached_property
     def programs(self) -> list[Program]:
-        return [n.target for n in self.module.graph.nodes if hasattr(n.target, "bytes_per_row")]
+        return [n.target for n in self.module.graph.nodes if hasattr(n.target, "constant_at")]
+
+    @property
+    def call_lists(self) -> list[CallList]:
+        """The native calls of the programs."""
+        return [program.calls for program in self.programs]
 
     def tensors(self) -> list[Tensor]:
         """The packed weights."""
         return [*self.module.buffers(), *(t for program in self.programs for t in program.constants)]
 
     def workspace_bytes(self, sizes: tuple[int, int]) -> int:
-        return max((p.workspace_bytes(sizes) for p in self.programs), default=0)
+        return max((p.calls.workspace_bytes(sizes) for p in self.programs), default=0)
 
     def run(self, inputs: Mapping[str, Tensor], tokens: int) -> Tensor:
         special = self.special

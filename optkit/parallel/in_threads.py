@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optkit.kernels.collectives import CollectiveFailed, Communicator, Threads, using
+from optkit.errors import CollectiveFailed
+from optkit.kernels.collectives import Communicator, Threads, using
 
 
 def in_threads(

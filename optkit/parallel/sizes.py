@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from optkit.errors import UserError
-from optkit.graph.ir import GraphMeta
 from optkit.graph.schema import MAX_RANKS
+
+if TYPE_CHECKING:
+    from optkit.graph.ir import GraphMeta
 
 TENSOR_PARALLEL = "tensor_parallel"  # in a graph's annotations: the number of ranks
 

@@ -163,6 +163,7 @@ def engine_for(artifact: Artifact, num_tokens: int, threads: int) -> Engine:
         "scheduling_policy": "fcfs",
         "enforce_ttft_slo": False,
         "queue_timeout": 0,
+        "saved_start": False,  # the directory gets another manifest
         "kv_offload_bytes": 0,
         "speculative_model": "none",
         "threads": threads,

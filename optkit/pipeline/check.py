@@ -16,10 +16,12 @@ import gc
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -27,9 +29,12 @@ from optkit.artifact.manifest import NATIVE
 from optkit.artifact.open import Artifact
 from optkit.errors import UserError
 from optkit.evaluation.limits import weight_limit
+from optkit.graph.variants import SharedWeights
 from optkit.lowering.compiled.hook import lower_with_code
 from optkit.lowering.lower import Executable
+from optkit.recipe.engine_options import engine_options
 from optkit.runtime.logits import RuntimeLogits
+from optkit.runtime.saving import save_model
 
 if TYPE_CHECKING:
     from optkit.graph.ir import Graph
@@ -85,11 +90,13 @@ def reopened_logits(directory: Path) -> Tensor:
         done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_SECONDS, check=False)
     except subprocess.TimeoutExpired as error:
         raise differs(f"that took more than {TIMEOUT_SECONDS} seconds") from error
+    with suppress(SafetensorError):  # incomplete
+        return load(done.stdout)["logits"]
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         reason = lines[-1] if lines else f"exit code {done.returncode}"
         raise differs(f"it could not be opened ({reason[:300]})")
-    return load(done.stdout)["logits"]
+    raise differs("no logits came back")
 
 
 def main(directory: str, threads: str) -> None:
@@ -97,7 +104,12 @@ def main(directory: str, threads: str) -> None:
     with os.fdopen(os.dup(1), "wb") as out:
         os.dup2(2, 1)
         torch.set_num_threads(int(threads))
-        out.write(save({"logits": probe_logits(Artifact.open(directory).executable())}))
+        artifact, shared = Artifact.open(directory), SharedWeights()
+        model = artifact.executable(shared=shared)
+        out.write(save({"logits": probe_logits(model)}))
+        out.close()
+        if engine_options(artifact.recipe).saved_start:
+            save_model(artifact, model, shared)  # the first start finds it
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from optkit.errors import UserError
 from optkit.kernels.cpu import native
 from optkit.profiling.clock import TickClock, now
 from optkit.profiling.observer import Work
-from optkit.profiling.timed import Call, Op, Timing
+from optkit.profiling.timing import Call, Op, Timing
 
 if TYPE_CHECKING:
     import numpy as np
@@ -114,7 +114,7 @@ class Recording:
     def __init__(self, model: Executable, most_tokens: int, steps: int = STEPS) -> None:
         if not 1 <= steps <= MOST_STEPS:
             raise UserError(f"{steps} steps can't be recorded", where="steps", fix=f"1 to {MOST_STEPS} can")
-        if model.device.type != "cpu":
+        if str(model.device) != "cpu":
             raise UserError("ops are recorded on CPUs alone", where="profile")
         self.model, self.steps, self.most_tokens = model, steps, most_tokens
         self.threads = int(native.threads())
@@ -131,7 +131,7 @@ class Recording:
     def _make_recorder(self) -> CallRecorder:
         from optkit.kernels.cpu.recorder import CallRecorder, most_records
 
-        each = sum(most_records(program, self.most_tokens) for v in self.plain for program in v.programs)
+        each = sum(most_records(calls, self.most_tokens) for v in self.plain for calls in v.call_lists)
         return CallRecorder(min(MOST_RECORDS, each * (len(PHASES) * self.steps + 1)))
 
     @staticmethod

@@ -23,8 +23,8 @@ from optkit.lowering.cost import Cost, node_cost
 from optkit.machine.target import Target
 from optkit.profiling.observer import Work
 from optkit.profiling.recording import PHASES, Recorded
-from optkit.profiling.timed import PROGRAM
 from optkit.profiling.timeline import Timeline, timelines
+from optkit.profiling.timing import PROGRAM
 
 PER_SEQUENCE = (Kind.ATTENTION, Kind.RECURRENT)  # work that depends on each sequence's length
 LAYER = re.compile(r"\.\d+(?=\.)")  # the number of a layer in the name of a module

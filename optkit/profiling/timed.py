@@ -10,33 +10,15 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, fx
 
 from optkit.kernels.cpu.program import Program
 from optkit.lowering.lower import LoweredVariant, Specialized
+from optkit.profiling.timing import PROGRAM, Op, Timing
 
-if TYPE_CHECKING:
-    from optkit.kernels.cpu.recorder import CallRecorder
-
-PROGRAM = "program"  # the kernel of a node that runs native calls
 UNTIMED = {operator.getitem}  # takes less time than a reading of the clock
-
-
-class Op(NamedTuple):
-    """An op with a number in records: the node of the graph, and the kernel."""
-
-    node: str
-    kernel: str
-
-
-class Call(NamedTuple):
-    """A call of an op from Python; times are nanoseconds of ``time.perf_counter_ns``."""
-
-    op: int
-    start: int
-    end: int
 
 
 class TimedCall:
@@ -78,60 +60,39 @@ class TimedSpecial:
         return self.inner.serves(tokens)
 
 
-class Timing:
-    """Makes timed copies of functions, and numbers their ops.
+def timed_variant(timing: Timing, plain: LoweredVariant) -> TimedVariant:
+    """The timed copy of ``plain``."""
+    special = plain.special
+    if special is not None:
+        special = TimedSpecial(special, timed_module(timing, special.module, plain.kernels))
+    return TimedVariant(
+        plain.limit,
+        timed_module(timing, plain.module, plain.kernels),
+        plain.meta,
+        plain.kernels,
+        special,
+        timing.add_run,
+    )
 
-    Attributes:
-        ops: by number.
-        calls: from Python, in order of their ends.
-        runs: of the model, (start, end) each.
-        recorder: of native calls; None without programs.
-    """
 
-    recorder: CallRecorder | None = None
+def timed_module(timing: Timing, plain: fx.GraphModule, kernels: Mapping[str, str]) -> fx.GraphModule:
+    """A copy of ``plain`` over the same weights, with timed calls."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.output(graph.graph_copy(plain.graph, copies))
+    for node, copy in copies.items():
+        if node.op == "call_module":
+            function: Any = plain.get_submodule(str(node.target))
+        elif node.op == "call_function" and node.target not in UNTIMED:
+            function = node.target
+        else:
+            continue
+        copy.op = "call_function"
+        copy.target = timed_call(timing, node.name, function, kernels.get(node.name, "torch"))
+    return fx.GraphModule(plain, graph)
 
-    def __init__(self, make_recorder: Callable[[], CallRecorder]) -> None:
-        self.ops: list[Op] = []
-        self.calls: list[tuple[int, int, int]] = []
-        self.runs: list[tuple[int, int]] = []
-        self._make_recorder = make_recorder
 
-    def variant(self, plain: LoweredVariant) -> TimedVariant:
-        """The timed copy of ``plain``."""
-        special = plain.special
-        if special is not None:
-            special = TimedSpecial(special, self.module(special.module, plain.kernels))
-        return TimedVariant(
-            plain.limit,
-            self.module(plain.module, plain.kernels),
-            plain.meta,
-            plain.kernels,
-            special,
-            lambda start, end: self.runs.append((start, end)),
-        )
-
-    def module(self, plain: fx.GraphModule, kernels: Mapping[str, str]) -> fx.GraphModule:
-        """A copy of ``plain`` over the same weights, with timed calls."""
-        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-        graph.output(graph.graph_copy(plain.graph, copies))
-        for node, copy in copies.items():
-            if node.op == "call_module":
-                function: Any = plain.get_submodule(str(node.target))
-            elif node.op == "call_function" and node.target not in UNTIMED:
-                function = node.target
-            else:
-                continue
-            copy.op = "call_function"
-            copy.target = self._timed(node.name, function, kernels.get(node.name, "torch"))
-        return fx.GraphModule(plain, graph)
-
-    def _timed(self, name: str, function: Any, kernel: str) -> TimedCall:
-        if isinstance(function, Program):
-            from optkit.kernels.cpu.recorder import RecordedProgram
-
-            self.recorder = self.recorder or self._make_recorder()
-            recorded = RecordedProgram(function, self.recorder, len(self.ops))
-            self.ops += [Op(*pair) for pair in function.made_for]
-            function, kernel = recorded, PROGRAM
-        self.ops.append(Op(name, kernel))
-        return TimedCall(function, len(self.ops) - 1, self.calls.append)
+def timed_call(timing: Timing, name: str, function: Any, kernel: str) -> TimedCall:
+    """``function`` with the time of each call."""
+    if isinstance(function, Program):
+        function, kernel = function.with_calls(timing.recorded(function.calls)), PROGRAM
+    return TimedCall(function, timing.number(Op(name, kernel)), timing.calls.append)

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from optkit.profiling.recording import Recorded, RecordedStep
-from optkit.profiling.timed import PROGRAM
+from optkit.profiling.timing import PROGRAM
 
 SCHEDULING, PACKING, SAMPLING = "scheduling", "packing the batch", "sampling"
 RESULTS, LAUNCHING = "recording the results", "launching kernels"

@@ -182,6 +182,7 @@ class Serving(_Section):
         DEFAULTS.speculative_cached_requests
     )
     threads: Annotated[int, Field(**bounds("threads"))] = DEFAULTS.threads
+    saved_start: bool = DEFAULTS.saved_start
 
 
 class Evaluation(_Section):

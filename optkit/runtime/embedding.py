@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from optkit.cancellation import StepCancelled, cancellable
 from optkit.graph.states import recurrent_of
+from optkit.runtime.device_fault import is_device_fault
 from optkit.runtime.pooling import MAX_TEXTS, Pooling
 from optkit.runtime.runner import ModelRunner, ServableModel
 from optkit.runtime.types import Batch, EngineRequest, Request, SamplingParams, ScheduledRequest
@@ -44,7 +44,7 @@ class Embedding:
     request_id: str
     prompts: Sequence[Sequence[int]]
     pooling: Pooling
-    vectors: list[Tensor | None] = field(default_factory=list)
+    vectors: list[np.ndarray | None] = field(default_factory=list)
     error: str | None = None
 
     def __post_init__(self) -> None:
@@ -55,9 +55,9 @@ class Embedding:
         """True when every text has a vector, or there is an error."""
         return self.error is not None or all(vector is not None for vector in self.vectors)
 
-    def stacked(self) -> Tensor:
+    def stacked(self) -> np.ndarray:
         """Vectors [prompts, hidden size] float32 of a finished message without an error."""
-        return torch.stack([vector for vector in self.vectors if vector is not None])
+        return np.stack([vector for vector in self.vectors if vector is not None])
 
 
 @dataclass(eq=False)
@@ -67,7 +67,7 @@ class Text:
     message: Embedding
     index: int
     request: Request
-    states: list[Tensor] = field(default_factory=list)
+    states: list[np.ndarray] = field(default_factory=list)
 
     def restart(self) -> None:
         self.request.num_computed = 0
@@ -140,9 +140,9 @@ class Embedder:
                 self._compute(limit)
         except StepCancelled:
             return []
-        except torch.AcceleratorError:
-            raise
-        except Exception:
+        except Exception as error:
+            if is_device_fault(error):
+                raise  # the device is gone for everyone
             logger.exception("the model failed on %d texts to embed", len(self._group))
             self._fail()
         done = [message for message in touched if message.is_done]
@@ -151,8 +151,8 @@ class Embedder:
         self._give_back()
         return done
 
-    def embed(self, prompts: Sequence[Sequence[int]], pooling: Pooling) -> Tensor:
-        """Vectors [prompts, hidden size] float32, on the CPU, without the queue.
+    def embed(self, prompts: Sequence[Sequence[int]], pooling: Pooling) -> np.ndarray:
+        """Vectors [prompts, hidden size] float32, without the queue.
 
         Args:
             prompts: token ids, at least one each.
@@ -211,8 +211,9 @@ class Embedder:
                 items.append((text, ScheduledRequest(text.request, count, all_logits=every)))
                 limit -= count
         assert self.runner is not None
-        rows = self.runner.execute(Batch(tuple(item for _, item in items))).float().cpu()
-        for (text, item), piece in zip(items, rows.split([i.num_logits for _, i in items]), strict=True):
+        rows = self.runner.execute(Batch(tuple(item for _, item in items)))
+        ends = np.cumsum([item.num_logits for _, item in items])[:-1]
+        for (text, item), piece in zip(items, np.split(rows, ends), strict=True):
             text.states.append(piece)
             text.request.num_computed += item.num_new
             if not text.request.num_pending:
@@ -221,8 +222,8 @@ class Embedder:
 
     def _finish(self, text: Text) -> None:
         """Pool a complete text; a vector with NaN or infinity is a failure of the message."""
-        message, vector = text.message, pooled(torch.cat(text.states), text.message.pooling)
-        if torch.isfinite(vector).all():
+        message, vector = text.message, pooled(np.concatenate(text.states), text.message.pooling)
+        if np.isfinite(vector).all():
             message.vectors[text.index] = vector
         else:
             message.error = message.error or EMBEDDING_FAILED
@@ -239,11 +240,13 @@ class Embedder:
             text.message.error = EMBEDDING_FAILED
 
 
-def pooled(rows: Tensor, pooling: Pooling) -> Tensor:
+def pooled(rows: np.ndarray, pooling: Pooling) -> np.ndarray:
     """The vector [hidden size] of the states [T, hidden size] of a text."""
     if pooling == "mean":
-        return rows.double().mean(0).float()
-    return rows[-1] if pooling == "last" else rows[0]
+        mean: np.ndarray = rows.mean(0, dtype=np.float64).astype(np.float32)
+        return mean
+    vector: np.ndarray = rows[-1] if pooling == "last" else rows[0]
+    return vector
 
 
 MakeEmbedder = Callable[[], Embedder]  # at the first use

@@ -21,10 +21,11 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 import msgspec
-import torch
+import numpy as np
 
 from optkit.cancellation import StepCancelled, cancellable
 from optkit.profiling.observer import NoObserver, StepObserver, Work
+from optkit.runtime.device_fault import is_device_fault
 from optkit.runtime.embedding import Embedder, Embedding, MakeEmbedder
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.kv.offload import CorruptBlock, HostBlockStore
@@ -35,9 +36,9 @@ from optkit.runtime.pooling import MAX_TEXTS, Pooling
 from optkit.runtime.prefill import PinInfo
 from optkit.runtime.report import EngineReport, Mark
 from optkit.runtime.sampling.logprobs import LogprobRunner
+from optkit.runtime.sampling.rows import take_rows
 from optkit.runtime.sampling.sampler import sample
 from optkit.runtime.sampling.speculative import as_result, first_rows, moves_of, verify
-from optkit.runtime.sampling.threads import take_rows
 from optkit.runtime.scheduling.cost_model import CostModel
 from optkit.runtime.scheduling.reporting import report
 from optkit.runtime.scheduling.scheduler import Proposer, Result, Scheduler, SchedulerConfig
@@ -230,9 +231,9 @@ class Engine:
             self.scheduler.drafts.collect(due, found, logits, rows)
             results = iter(found)
             return [as_result(next(results)) if item.needs_logits else None for item in batch.items]
-        except torch.AcceleratorError:
-            raise  # the device is gone for everyone
-        except Exception:
+        except Exception as error:
+            if is_device_fault(error):
+                raise  # the device is gone for everyone
             logger.exception("a batch of %d requests failed", len(batch.items))
             if len(batch.items) == 1:
                 return [MODEL_FAILED]
@@ -243,9 +244,9 @@ class Engine:
         if self.config.num_state_slots:
             try:
                 self._rewind(item.request)
-            except torch.AcceleratorError:
-                raise
-            except Exception:
+            except Exception as error:
+                if is_device_fault(error):
+                    raise  # the device is gone for everyone
                 logger.exception("a recurrent state could not be computed again")
                 return MODEL_FAILED
         return self._run(Batch((item,)))[0]
@@ -365,7 +366,7 @@ class Engine:
         limit = self.scheduler.prompt_limit() if self.has_work else self.config.max_num_batched_tokens
         return self._embedder.step(limit, self.departed)
 
-    def embed(self, prompts: Sequence[Sequence[int]], pooling: Pooling) -> torch.Tensor:
+    def embed(self, prompts: Sequence[Sequence[int]], pooling: Pooling) -> np.ndarray:
         """Vectors [prompts, hidden size] float32, for tests and measurements in the same process, without requests.
 
         Raises:

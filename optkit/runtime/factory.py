@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import msgspec
 
@@ -19,36 +20,38 @@ from optkit.artifact.open import Artifact
 from optkit.errors import UserError
 from optkit.graph.kv_layout import KVLayout, kv_layout, layout_of, one_group
 from optkit.graph.states import KVSpec, StateSpec, recurrent_of, sequence_bytes
-from optkit.graph.variants import SharedWeights
-from optkit.lowering.lower import Executable
 from optkit.machine.heap import trim_heap
 from optkit.machine.present import present_target
 from optkit.recipe.engine_options import MAX_REQUESTS, NO_SPECULATION, EngineOptions, engine_options
 from optkit.runtime.baked import adopt_baked
-from optkit.runtime.embedding import Embedder
 from optkit.runtime.engine import Engine, RequestFailed
-from optkit.runtime.hidden_graph import hidden_graph
 from optkit.runtime.kv.offload import HostBlockStore, open_store
 from optkit.runtime.kv.windows import most_tokens
 from optkit.runtime.ranks.size import for_each_rank, num_ranks
 from optkit.runtime.runner import ModelRunner
-from optkit.runtime.sampling.draft_model import DraftModel
 from optkit.runtime.sampling.proposer import Lengths, NgramProposer, Speculator
 from optkit.runtime.sampling.recycling import Recycled
 from optkit.runtime.sampling.tree_speculator import TreeSpeculator
+from optkit.runtime.saving import is_plain, read_saved, save_model
 from optkit.runtime.scheduling.cost_model import CostModel
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.specprefill.load import check_choices, scoring_queue
 from optkit.runtime.structured.compiler import Grammars, vocabulary
-from optkit.runtime.tree_graph import TreeGraph
 from optkit.runtime.types import EngineRefusal, SamplingParams
 
 if TYPE_CHECKING:
+    from optkit.graph.variants import SharedWeights
+    from optkit.lowering.lower import Executable
+    from optkit.lowering.saved_model import SavedModel
     from optkit.machine.target import Target
     from optkit.runtime.cuda.device import Device
+    from optkit.runtime.embedding import Embedder
     from optkit.runtime.ranks.start import RankZero
+    from optkit.runtime.sampling.draft_model import DraftModel
 
 logger = logging.getLogger(__name__)
+
+Model: TypeAlias = "Executable | SavedModel"
 
 Guesser = Speculator | TreeSpeculator
 WARM_UP_TOKENS = (33, 1)  # one prefill and the decode after it
@@ -101,22 +104,13 @@ def load_engine(artifact_dir: str, options: EngineOptions) -> Engine:
 
         options = for_each_rank(options, size)
         zero = start(artifact, options, size)
-    shared = SharedWeights() if artifact.recipe.target == "cpu" and zero is None else None
-    trees = (
-        TreeGraph(present_target(artifact.recipe.target)) if options.speculative_model == "suffix" else None
-    )
-    model = (
-        zero.model
-        if zero
-        else artifact.executable(trust_code=options.trust_artifact_code, shared=shared, change=trees)
-    )
+    loaded = Loaded(zero.model) if zero else load_model(artifact, options)
+    model = loaded.model
     gpu = device_of(model)
-    if model.device.type == "cpu":
+    if gpu is None:
         warn_about_kernels(artifact.directory)
     cost = CostModel()
-    guesses = speculator(
-        artifact, model, cost, options, branches=zero is None and trees is not None and not trees.reason
-    )
+    guesses = speculator(artifact, model, cost, options, branches=loaded.takes_trees)
     takes_the_rest = gpu is not None and options.kv_cache_bytes is None
     if gpu is not None:  # after the draft model, whose memory is not free
         options = with_kv_bytes(model, options, gpu, guesses)
@@ -129,39 +123,96 @@ def load_engine(artifact_dir: str, options: EngineOptions) -> Engine:
         )
     if options.kv_offload_bytes:
         config, store = offloading(config, model, options.kv_offload_bytes, options.kv_offload_dir)
-    target = present_target(artifact.recipe.target)
+    target = None if gpu is None else present_target(artifact.recipe.target)
     engine = make_engine(model, config, gpu, store, guesses, cost, target, zero)
     tokenizer = artifact.directory / "tokenizer.json"
     engine.grammars = Grammars(partial(vocabulary, tokenizer, model.vocab_size))
     if takes_the_rest:
         engine.memory_share = options.gpu_memory_utilization
-    engine.specprefill = scoring_queue(artifact, shared, options, engine.config)
-    if shared is not None:
-        engine.make_embedder = lambda: embedder(artifact, shared, engine.config)
+    engine.specprefill = scoring_queue(artifact, loaded.shared, options, engine.config)
+    if loaded.shared is not None:
+        engine.make_embedder = lambda: embedder(artifact, loaded, engine.config)
     warm_up(engine, artifact_dir)
     if isinstance(engine.runner, ModelRunner) and zero is None:
         adopt_baked(engine, artifact, engine.runner)
+    if loaded.may_save and loaded.shared is not None:
+        save_model(artifact, cast("Executable", model), loaded.shared())
     trim_heap()
     return engine
 
 
-def embedder(artifact: Artifact, shared: SharedWeights, config: SchedulerConfig) -> Embedder:
-    """The embedder of an artifact for a CPU, whose packed weights are in ``shared``.
+@dataclass(frozen=True)
+class Loaded:
+    """The model of an artifact.
+
+    Attributes:
+        shared: gives the packed weights for further graphs of the artifact; None where there are none.
+        hidden: the saved model without the output head.
+        takes_trees: the model takes trees of guesses.
+        may_save: lowered from the artifact's graph as it is.
+    """
+
+    model: Model
+    shared: Callable[[], SharedWeights] | None = None
+    hidden: SavedModel | None = None
+    takes_trees: bool = False
+    may_save: bool = False
+
+
+def load_model(artifact: Artifact, options: EngineOptions) -> Loaded:
+    """The model of ``artifact``: the saved one of an earlier start, which needs no torch, or lowered now."""
+    plain = may_be_saved(artifact, options)
+    if plain and (saved := read_saved(artifact)):
+        logger.info("started from saved weights")
+        return Loaded(saved.model, cache(new_weights), saved.hidden)
+    from optkit.runtime.tree_graph import TreeGraph
+
+    shared = new_weights() if artifact.recipe.target == "cpu" else None
+    trees = (
+        TreeGraph(present_target(artifact.recipe.target)) if options.speculative_model == "suffix" else None
+    )
+    model = artifact.executable(trust_code=options.trust_artifact_code, shared=shared, change=trees)
+    takes_trees = trees is not None and not trees.reason
+    return Loaded(model, (lambda: shared) if shared else None, None, takes_trees, plain)
+
+
+def may_be_saved(artifact: Artifact, options: EngineOptions) -> bool:
+    """True where the engine runs the artifact's graph as it is, by kernels of optkit alone."""
+    graph_as_it_is = options.speculative_model != "suffix" and not options.specprefill
+    return options.saved_start and graph_as_it_is and is_plain(artifact)
+
+
+def new_weights() -> SharedWeights:
+    """No packed weights yet."""
+    from optkit.graph.variants import SharedWeights
+
+    return SharedWeights()
+
+
+def embedder(artifact: Artifact, loaded: Loaded, config: SchedulerConfig) -> Embedder:
+    """The embedder of an artifact for a CPU.
 
     Raises:
         UserError: the graph has no output head, or the artifact is not that of the packed weights any more.
     """
+    from optkit.runtime.embedding import Embedder
+
+    sizes = config.block_size, config.max_num_batched_tokens
+    if loaded.hidden is not None:
+        return Embedder(loaded.hidden, *sizes)
+    from optkit.runtime.hidden_graph import hidden_graph
+
     try:
         artifact.check_present()
     except UserError as error:
         raise UserError(error.what, where="embeddings", fix="start the engine again") from error
-    model = artifact.executable(shared=shared, change=hidden_graph)
-    return Embedder(model, config.block_size, config.max_num_batched_tokens)
+    shared = loaded.shared() if loaded.shared else None
+    return Embedder(artifact.executable(shared=shared, change=hidden_graph), *sizes)
 
 
-def device_of(model: Executable) -> Device | None:
+def device_of(model: Model) -> Device | None:
     """The GPU of ``model``, or None."""
-    if model.device.type != "cuda":
+    if getattr(model.device, "type", model.device) != "cuda":
         return None
     from optkit.runtime.cuda.device import CudaDevice
 
@@ -178,7 +229,7 @@ def warn_about_kernels(directory: Path) -> None:
 
 
 def with_kv_bytes(
-    model: Executable, options: EngineOptions, gpu: Device, guesses: Guesser | None = None
+    model: Model, options: EngineOptions, gpu: Device, guesses: Guesser | None = None
 ) -> EngineOptions:
     """``options`` with the bytes of the KV cache: on a GPU the memory left by weights and the largest step.
 
@@ -203,7 +254,7 @@ def with_kv_bytes(
 
 
 def make_engine(
-    model: Executable,
+    model: Model,
     config: SchedulerConfig,
     gpu: Device | None,
     store: HostBlockStore | None,
@@ -232,7 +283,7 @@ def make_engine(
 
 
 def scheduler_config(
-    model: Executable, options: EngineOptions, target: str = "", layout: KVLayout | None = None
+    model: Model, options: EngineOptions, target: str = "", layout: KVLayout | None = None
 ) -> SchedulerConfig:
     """The scheduler's limits: from the model and from ``options``.
 
@@ -273,7 +324,7 @@ def scheduler_config(
             num_checkpoints=checkpoints,
             variant_limits=model.variant_limits,
             kv_windows=layout.windows,
-            keeps_all=model.keeps_all if isinstance(model, Executable) else "",
+            keeps_all=getattr(model, "keeps_all", ""),
         )
     except ValueError as error:
         raise UserError(str(error), where="options of the runtime", fix="optkit serve --help") from error
@@ -322,7 +373,7 @@ def num_blocks(
 
 
 def offloading(
-    config: SchedulerConfig, model: Executable, num_bytes: int, directory: str | None
+    config: SchedulerConfig, model: Model, num_bytes: int, directory: str | None
 ) -> tuple[SchedulerConfig, HostBlockStore]:
     """``config`` with host blocks for evicted KV, and the store."""
     if not config.enable_prefix_caching:
@@ -343,7 +394,7 @@ def offloading(
 
 
 def speculator(
-    artifact: Artifact, model: Executable, cost: CostModel, options: EngineOptions, *, branches: bool = False
+    artifact: Artifact, model: Model, cost: CostModel, options: EngineOptions, *, branches: bool = False
 ) -> Guesser | None:
     """The source of guesses in ``speculative_model``: ``ngram``, ``suffix`` or another artifact; None without one.
 
@@ -355,7 +406,7 @@ def speculator(
     refuse_recurrent(model, "wrong guesses can't be taken out of the model's recurrent state again")
     if method == "suffix":
         cached = options.speculative_cached_requests
-        recycled = Recycled() if model.device.type == "cpu" else None
+        recycled = Recycled() if device_of(model) is None else None
         return TreeSpeculator(
             cost,
             options.num_speculative_tokens,
@@ -368,7 +419,7 @@ def speculator(
     return Speculator(source, lengths)
 
 
-def refuse_recurrent(model: Executable, reason: str) -> None:
+def refuse_recurrent(model: Model, reason: str) -> None:
     """Refuse speculation with a model with recurrent states.
 
     Raises:
@@ -396,6 +447,8 @@ def draft_model(artifact: Artifact, directory: str, vocab_size: int) -> DraftMod
             where=directory,
             fix="use ngram or another artifact",
         )
+    from optkit.runtime.sampling.draft_model import DraftModel
+
     model = draft.executable()
     refuse_recurrent(model, "a draft model must not have a recurrent state, which can't take back guesses")
     options = engine_options(draft.recipe)

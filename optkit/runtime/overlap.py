@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import msgspec
-import torch
 
+from optkit.runtime.device_fault import is_device_fault
 from optkit.runtime.engine import Engine, work_of
 from optkit.runtime.kv.shareable import note_step
 from optkit.runtime.scheduling.cost_model import StepWork, step_work
@@ -249,9 +249,9 @@ class OverlapEngine(Engine):
             return None
         try:
             pending = self.runner.launch(batch)
-        except torch.AcceleratorError:
-            raise
-        except Exception:
+        except Exception as error:
+            if is_device_fault(error):
+                raise  # the device is gone for everyone
             logger.exception("a batch of %d requests could not be launched", len(batch.items))
             return None  # run synchronously, where each request can only fail itself
         note_step(batch, self.config.few_tokens)
@@ -262,9 +262,9 @@ class OverlapEngine(Engine):
         try:
             tokens = iter(pending.result())
             results = [as_result(next(tokens)) if e.samples else None for e in planned.expected]
-        except torch.AcceleratorError:
-            raise
-        except Exception:
+        except Exception as error:
+            if is_device_fault(error):
+                raise  # the device is gone for everyone
             logger.exception("the results of a batch of %d requests were lost", len(planned.expected))
             return self._run_again(planned)
         with self.turn:

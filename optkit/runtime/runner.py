@@ -2,28 +2,33 @@
 
 docs/architecture.md lists the inputs. numpy computes the inputs of all requests at once, because Python code per token
 would be a visible part of a prefill. Steps of a token a request, which decode, take another way: a few numbers are
-collected in Python in a third of the time of two dozen numpy calls. torch takes the arrays without a copy.
+collected in Python in a third of the time of two dozen numpy calls. A model of torch takes the arrays without a copy,
+and a model of native calls alone (``optkit.lowering.saved_model``) runs without torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import torch
 
 from optkit.graph.kv_layout import ONE_GROUP, KVGroup, KVLayout, one_group, table_inputs
-from optkit.graph.states import STATE_SLOTS, KVSpec, StateSpec, recurrent_of, sequence_bytes
+from optkit.graph.states import STATE_SLOTS, KVSpec, StateSpec, sequence_bytes
 from optkit.runtime.draft_tree import DraftTree, Move
-from optkit.runtime.kv.pools import allocate_buffers, allocate_states, dtype_label
+from optkit.runtime.kv.pools import HostPools, Pools, dtype_label
 from optkit.runtime.kv.windows import first_block
 from optkit.runtime.types import Batch, BlockCopy, Request, ScheduledRequest, StateCopy
 
+if TYPE_CHECKING:
+    import torch
+
 
 class ServableModel(Protocol):
-    """A lowered graph (``optkit.lowering.lower.Executable``)."""
+    """A lowered graph: of torch (``optkit.lowering.lower.Executable``), called with the inputs of a step as tensors, or
+    with a method ``step_on`` (``optkit.lowering.saved_model.SavedModel``).
+    """
 
     @property
     def states(self) -> Sequence[StateSpec]: ...
@@ -41,8 +46,6 @@ class ServableModel(Protocol):
     def weight_bytes(self) -> int: ...
 
     def workspace_bytes(self, num_tokens: int, num_rows: int) -> int: ...
-
-    def __call__(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor: ...
 
 
 class ModelRunner:
@@ -64,8 +67,8 @@ class ModelRunner:
         num_slots: int = 0,
         layout: KVLayout | None = None,
     ) -> None:
-        where: torch.device | str = getattr(model, "device", "cpu") if device is None else device
-        self.model, self.device = model, torch.device(where)
+        where = getattr(model, "device", "cpu") if device is None else device
+        self.model = model
         self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, model.vocab_size
         self.layout = layout or one_group(model.states)
         self.kv_windows, self.kv_bytes = self.layout.windows, self.layout.num_bytes(num_blocks, block_size)
@@ -73,18 +76,20 @@ class ModelRunner:
         self.weight_bytes, self.workspace_bytes = model.weight_bytes, model.workspace_bytes
         self.num_slots = num_slots if sequence_bytes(model.states) else 0
         self.state_bytes = self.num_slots * sequence_bytes(model.states)
-        self._buffers = allocate_buffers(self.layout, num_blocks, block_size, self.device)
-        self.kv_pools = self.layout.pools(self._buffers, block_size)
-        flat = [buffer for pair in self._buffers for buffer in pair]
-        self._block_rows = (
-            [buffer.numpy() for buffer in flat] if self.device.type == "cpu" else []
-        )  # of blocks
-        self._token_rows = [rows.reshape(len(rows) * block_size, -1) for rows in self._block_rows]
-        self.state_pools = allocate_states(recurrent_of(model.states), self.num_slots, self.device)
+        self.pools = self._make_pools(where)
+        self.kv_pools, self.state_pools = self.pools.kv, self.pools.states
+        self._step = self.pools.bind(model)
 
-    @torch.inference_mode()
-    def execute(self, batch: Batch) -> torch.Tensor:
-        """Logits [sum of num_logits, vocab_size] float32, in batch order."""
+    def _make_pools(self, device: torch.device | str) -> Pools:
+        sizes = (self.layout, self.model.states, self.num_blocks, self.block_size)
+        if str(device) == "cpu":
+            return HostPools(*sizes, self.num_slots)
+        from optkit.runtime.cuda.pools import DevicePools
+
+        return DevicePools(*sizes, device, self.num_slots)
+
+    def execute(self, batch: Batch) -> Any:
+        """Logits [sum of num_logits, vocab_size] float32, in batch order: of NumPy, or on a device of torch."""
         batch = with_sinks(batch)
         arrays = self.batch_inputs(batch)
         if self.num_slots:
@@ -92,14 +97,11 @@ class ModelRunner:
         count = len(arrays["logits_index"])
         if count == 0:  # kernels need not handle zero rows: compute one and drop it
             arrays["logits_index"] = np.array([batch.num_tokens - 1], dtype=np.int64)
-        inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        if self.device.type != "cpu":
-            inputs = {name: tensor.to(self.device) for name, tensor in inputs.items()}
-        return self.run(inputs)[:count]
+        return self.run(arrays)[:count]
 
-    def run(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Logits of a step with the batch ``inputs``."""
-        return self.model(inputs | self.kv_pools | self.state_pools)
+    def run(self, arrays: Mapping[str, np.ndarray]) -> Any:
+        """Logits of a step with the batch inputs ``arrays``."""
+        return self._step(arrays)
 
     def batch_inputs(self, batch: Batch) -> dict[str, np.ndarray]:
         """The flattened token batch, with the block tables of each group of layers."""
@@ -107,50 +109,23 @@ class ModelRunner:
 
     def copy_states(self, copies: Sequence[StateCopy]) -> None:
         """Copy recurrent states from slot to slot, in order."""
-        for pool in self.state_pools.values():
-            for copy in copies:
-                pool[copy.to].copy_(pool[copy.source])
+        self.pools.copy_states(copies)
 
     def move_tokens(self, moves: Sequence[Move]) -> None:
         """Copy KV of tokens within their sequences. For models with one group of layers, on the CPU."""
-        size = self.block_size
-        for move in moves:
-            pairs = [
-                (move.table[at // size] * size + at % size for at in places)
-                for places in (move.sources, move.targets)
-            ]
-            for source, target in zip(*pairs, strict=True):
-                for rows in self._token_rows:
-                    rows[target] = rows[source]
+        self.pools.move_tokens(moves)
 
     def copy_block(self, copy: BlockCopy) -> None:
         """Copy the KV of a block in all layers, after the steps before."""
-        for pair in self._buffers:
-            for buffer in pair:
-                buffer[copy.to].copy_(buffer[copy.source])
+        self.pools.copy_block(copy)
 
     def read_block(self, block: int) -> np.ndarray:
         """The KV of ``block`` in the layers of its group, as bytes [n] uint8 on the host."""
-        if self._block_rows:
-            return np.concatenate([rows[block] for rows in self._block_rows])
-        return torch.cat(self._bytes_of(block)).cpu().numpy()
+        return self.pools.read_block(block)
 
     def write_block(self, block: int, data: np.ndarray) -> None:
         """Write the bytes of ``read_block`` into any block."""
-        start = 0
-        for each in self._block_rows:
-            each[block] = data[start : start + each.shape[1]]
-            start += each.shape[1]
-        if self._block_rows:
-            return
-        rows = self._bytes_of(block)
-        parts = torch.tensor(data, device=self.device).split([row.numel() for row in rows])
-        for row, part in zip(rows, parts, strict=True):
-            row.copy_(part)
-
-    def _bytes_of(self, block: int) -> list[torch.Tensor]:
-        """The bytes of ``block`` in each buffer, as views."""
-        return [buffer[block] for pair in self._buffers for buffer in pair]
+        self.pools.write_block(block, data)
 
 
 def with_sinks(batch: Batch) -> Batch:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy as np
-    import torch
 
     from optkit.runtime.kv.prefix_cache import Node
     from optkit.runtime.sampling.counts import TokenCounts
@@ -580,8 +579,8 @@ class Runner(Protocol):
         """Memory in bytes of a step with ``num_tokens`` tokens and ``num_rows`` rows of logits; 0 if unknown."""
         ...
 
-    def execute(self, batch: Batch) -> torch.Tensor:
-        """Logits [sum of num_logits, vocab_size] float32, in batch order."""
+    def execute(self, batch: Batch) -> Any:
+        """Logits [sum of num_logits, vocab_size] float32, in batch order: of NumPy, or on a device of torch."""
         ...
 
     def read_block(self, block: int) -> np.ndarray:

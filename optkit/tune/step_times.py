@@ -194,11 +194,11 @@ def main(arguments: Sequence[str]) -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no answer
     import torch
 
+    from optkit.machine.target import usable_cores
     from optkit.runtime.factory import open_engine
-    from optkit.runtime.process.worker import cores
 
     options = json.loads(arguments[1]) if len(arguments) > 1 else {}
-    torch.set_num_threads(options.get("threads") or cores())
+    torch.set_num_threads(options.get("threads") or usable_cores())
     engine = open_engine(arguments[0], **options)
     for _ in sys.stdin:
         found = measure_steps(engine)

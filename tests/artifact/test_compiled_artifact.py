@@ -18,9 +18,10 @@ from optkit.artifact.manifest import write_manifest
 from optkit.artifact.open import Artifact
 from optkit.cli.main import run as cli
 from optkit.errors import UserError
-from optkit.lowering.compiled import code_cache, signature
+from optkit.lowering.compiled import code_cache
 from optkit.lowering.compiled.code_cache import CodeTier
 from optkit.lowering.lower import lower
+from optkit.machine import seals
 from optkit.machine.target import cpu_isa
 from optkit.pipeline import aot_compile
 from optkit.pipeline.driver import optimize
@@ -142,7 +143,7 @@ def test_serving_with_an_empty_path_compiles_nothing(made: Path, tmp_path: Path)
 
 
 def test_elsewhere_the_code_is_left_alone_unless_trusted(artifact: Path, monkeypatch, caplog, tmp_path):
-    monkeypatch.setattr(signature, "machine_id", lambda: "another machine")
+    monkeypatch.setattr(seals, "machine_id", lambda: "another machine")
     with caplog.at_level(logging.WARNING):
         assert not compiled(artifact)
     assert "not built on this machine by this user" in caplog.text
@@ -218,7 +219,7 @@ def test_code_for_other_versions_or_processors_does_not_fit(artifact: Path, monk
 def test_verify_and_inspect_say_whose_it_is(artifact: Path, monkeypatch, capsys):
     assert cli(["verify", str(artifact)]) == 0
     assert "2 compiled variants, built here, by you" in capsys.readouterr().out
-    monkeypatch.setattr(signature, "machine_id", lambda: "another machine")
+    monkeypatch.setattr(seals, "machine_id", lambda: "another machine")
     assert cli(["inspect", str(artifact)]) == 0
     shown = capsys.readouterr().out
     assert "elsewhere: runs only with --trust-artifact-code" in shown

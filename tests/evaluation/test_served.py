@@ -172,7 +172,7 @@ class FakeLogits:
         runner = FakeRunner(vocab_size=SIZE)
         for window in token_windows:
             ids = np.array(window, dtype=np.int64)
-            yield torch.stack([runner.logits_after(ids[: i + 1]) for i in range(len(ids))])
+            yield torch.from_numpy(np.stack([runner.logits_after(ids[: i + 1]) for i in range(len(ids))]))
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from optkit import kernels
 from optkit.kernels import reference
 from optkit.kernels.cpu import native, sdpa
 from optkit.kernels.cpu.attention import attention, paged_attention
+from optkit.kernels.kv_rows import KV_SCALE_BYTES
 from optkit.machine.target import DATASHEETS
 from tests.support.isas import usable_isas
 
@@ -79,7 +80,7 @@ class World:
     def poisoned(self, *shape: int) -> torch.Tensor:
         """A pool full of NaN; of bytes 0xff for int8, which are NaN as a scale."""
         if self.case.int8:
-            return torch.full((*shape[:-1], shape[-1] + reference.KV_SCALE_BYTES), -1, dtype=torch.int8)
+            return torch.full((*shape[:-1], shape[-1] + KV_SCALE_BYTES), -1, dtype=torch.int8)
         return torch.full(shape, float("nan"))
 
     def slots(self, s: int, start: int, stop: int) -> torch.Tensor:

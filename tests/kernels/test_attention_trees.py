@@ -14,6 +14,7 @@ from torch import Tensor
 from optkit.kernels import reference
 from optkit.kernels.cpu import native, sdpa
 from optkit.kernels.cpu.attention import attention, paged_attention
+from optkit.kernels.kv_rows import KV_SCALE_BYTES
 from tests.support.isas import usable_isas
 
 needs_native = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
@@ -52,7 +53,7 @@ class Step:
         """The result of each sequence: of the whole tree, or of the branch of ``rows`` alone, without positions."""
         tree = rows is None
         chosen = [list(range(len(q))) for q in self.q] if rows is None else rows
-        width = self.dim + (reference.KV_SCALE_BYTES if self.int8 else 0)
+        width = self.dim + (KV_SCALE_BYTES if self.int8 else 0)
         shape = (int(self.tables.max()) + 1, self.block, self.heads[1], width)
         pools = [
             torch.full(shape, -1, dtype=torch.int8) if self.int8 else torch.full(shape, float("nan"))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from optkit.errors import CollectiveFailed
 from optkit.kernels import reference
-from optkit.kernels.collectives import CollectiveFailed, Threads, borders, current, shares, using
+from optkit.kernels.collectives import Threads, borders, current, shares, using
 from optkit.kernels.cpu import collectives, int8, native
 from tests.kernels.test_int8 import fitting
 

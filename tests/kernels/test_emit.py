@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from optkit.kernels.cpu.call_list import TOKENS
 from optkit.kernels.cpu.emit import Quantization, quantized_buffers
-from optkit.kernels.cpu.program import TOKENS, Builder
+from optkit.kernels.cpu.program import Builder
 
 
 @pytest.mark.parametrize(("group_size", "groups", "channels"), [(0, 1, 96), (32, 3, 32)])

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from optkit.kernels.cpu import gather, native
-from optkit.kernels.cpu.program import LOGITS, TOKENS, Builder
+from optkit.kernels.cpu.call_list import LOGITS, TOKENS
+from optkit.kernels.cpu.program import Builder
 from tests.kernels.test_program import run
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))

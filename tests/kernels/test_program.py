@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from optkit.cancellation import StepCancelled, cancellable
 from optkit.kernels import reference
-from optkit.kernels.cpu import gates, gather, native, norms, program
-from optkit.kernels.cpu.program import LOGITS, TOKENS, Buffer, Builder, Program, View, place
+from optkit.kernels.cpu import call_list, gates, gather, native, norms, program
+from optkit.kernels.cpu.call_list import LOGITS, TOKENS, Blocks
+from optkit.kernels.cpu.program import Buffer, Builder, Program, View, place
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
 
@@ -101,7 +102,7 @@ def test_program_reads_the_tensors_of_each_call_when_they_are_kept_new_or_stride
 
 
 def test_a_long_step_is_cancelled_between_two_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "CALLS_A_PART", 1)
+    monkeypatch.setattr(call_list, "CALLS_A_PART", 1)
     monkeypatch.setattr(program, "LONGEST_RUN", 1)
     b, total = mlp()
     b.output(total)
@@ -109,7 +110,7 @@ def test_a_long_step_is_cancelled_between_two_calls(monkeypatch: pytest.MonkeyPa
     with cancellable(lambda: checks.append(1)):
         (whole,) = run(made, 5, x)
         assert not checks  # a short step is one call
-        monkeypatch.setattr(program, "LONG_STEP", 0)
+        monkeypatch.setattr(call_list, "LONG_STEP", 0)
         (cut,) = run(made, 5, x)
     assert len(checks) == made.num_calls - 1 and torch.equal(whole, cut)
 
@@ -133,8 +134,8 @@ def mlp_and_embedding() -> Builder:
 
 
 def test_an_index_out_of_range_is_an_error_in_any_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "CALLS_A_PART", 1)
-    monkeypatch.setattr(program, "LONG_STEP", 0)
+    monkeypatch.setattr(call_list, "CALLS_A_PART", 1)
+    monkeypatch.setattr(call_list, "LONG_STEP", 0)
     b = mlp_and_embedding()
     with pytest.raises(IndexError, match="call 3"):
         run(b.build(), 2, torch.randn(2, 64), torch.tensor([0, 10]))
@@ -168,7 +169,7 @@ def test_blocks_of_tokens_give_the_bits_of_whole_calls(
     torch.set_num_threads(threads)
     x, index = torch.randn(tokens, 64), torch.tensor([tokens - 1, 0, tokens // 2])
     built = two_runs().build()
-    assert [len(run) for run in built.runs] == [5, 1, 1]
+    assert [len(run) for run in built.calls.runs] == [5, 1, 1]
     (blocks,) = run(built, tokens, x, index, logits=3)
     hidden = x
     for _ in range(2):
@@ -176,7 +177,7 @@ def test_blocks_of_tokens_give_the_bits_of_whole_calls(
     torch.testing.assert_close(
         blocks, reference.rms_norm(reference.silu_mul_packed(hidden)[index], None, 1e-6)
     )
-    monkeypatch.setattr(built, "blocks", program.Blocks(least=10**9))
+    monkeypatch.setattr(built.calls, "blocks", Blocks(least=10**9))
     (whole,) = run(built, tokens, x, index, logits=3)
     assert torch.equal(blocks, whole)
 
@@ -184,13 +185,14 @@ def test_blocks_of_tokens_give_the_bits_of_whole_calls(
 def test_buffers_of_one_run_take_the_memory_of_a_block() -> None:
     torch.set_num_threads(2)
     built = two_runs().build()
-    few, many = (built.workspace_bytes((tokens, 1, 1, 1, 16)) for tokens in (1000, 2000))
-    assert many - few == 1000 * built.bytes_per_row[TOKENS] and built.block_token_bytes >= 64 * 4
+    few, many = (built.calls.workspace_bytes((tokens, 1, 1, 1, 16)) for tokens in (1000, 2000))
+    plan = built.calls.plan
+    assert many - few == 1000 * plan.bytes_per_row[TOKENS] and plan.block_token_bytes >= 64 * 4
 
 
 @given(st.integers(1, 5000), st.integers(1, 64), st.sampled_from([(32, 64), (128, 256)]))
 def test_all_threads_get_equally_many_blocks(tokens: int, threads: int, limits: tuple[int, int]) -> None:
-    limit = program.Blocks(*limits)
+    limit = Blocks(*limits)
     block = limit.tokens(tokens, threads)
     if block == 0:
         assert tokens < threads * limit.least

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from optkit.kernels.cpu import native
-from optkit.kernels.cpu.program import DEFAULT_BLOCKS, TOKENS, Builder, Program
-from optkit.kernels.cpu.recorder import RECORD, WHOLE_RUN, CallRecorder, RecordedProgram, most_records, ticks
+from optkit.kernels.cpu.call_list import TOKENS
+from optkit.kernels.cpu.program import DEFAULT_BLOCKS, Builder, Program
+from optkit.kernels.cpu.recorder import RECORD, WHOLE_RUN, CallRecorder, RecordedCalls, most_records, ticks
 from tests.kernels.test_program import mlp, run
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
@@ -18,25 +19,26 @@ pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missin
 FIRST_OP = 7
 
 
-def programs(capacity: int = 4096) -> tuple[Program, RecordedProgram]:
+def programs(capacity: int = 4096) -> tuple[Program, Program, CallRecorder]:
+    """A program, the program with records, and the recorder."""
     b, total = mlp()
     b.output(total)
-    made = b.build()
-    return made, RecordedProgram(made, CallRecorder(capacity), FIRST_OP)
+    made, recorder = b.build(), CallRecorder(capacity)
+    return made, made.with_calls(RecordedCalls(made.calls, recorder, FIRST_OP)), recorder
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("tokens", [1, 5, 2 * DEFAULT_BLOCKS.least, 300])
 def test_each_call_has_a_record_and_bits_stay(tokens: int, threads: int) -> None:
     torch.set_num_threads(threads)
-    plain, recorded = programs()
+    plain, recorded, recorder = programs()
     x = torch.randn(tokens, 64)
     before = ticks()
     (found,) = run(recorded, tokens, x)
     after = ticks()
     assert torch.equal(found, run(plain, tokens, x)[0])
-    records = recorded.recorder.records[: recorded.recorder.used]
-    assert plain.num_calls <= len(records) <= most_records(plain, tokens) <= len(records) + 1
+    records = recorder.records[: recorder.used]
+    assert plain.num_calls <= len(records) <= most_records(plain.calls, tokens) <= len(records) + 1
     assert (
         (before <= records["start"]) & (records["start"] <= records["end"]) & (records["end"] <= after)
     ).all()
@@ -53,27 +55,28 @@ def test_each_call_has_a_record_and_bits_stay(tokens: int, threads: int) -> None
 
 
 def test_a_full_recorder_drops_and_counts() -> None:
-    plain, recorded = programs()
+    plain, recorded, recorder = programs()
     x = torch.randn(5, 64)
     guarded = np.full(plain.num_calls, 77, dtype=np.int64).repeat(4).view(RECORD)
-    recorded.recorder.records = guarded[:2]
+    recorder.records = guarded[:2]
     run(recorded, 5, x)
-    assert recorded.recorder.used == plain.num_calls > 2
+    assert recorder.used == plain.num_calls > 2
     assert (guarded[2:].view(np.int64) == 77).all() and (guarded[:2]["op"] == [FIRST_OP, FIRST_OP + 1]).all()
-    recorded.recorder.clear()
+    recorder.clear()
     run(recorded, 5, x)
-    assert recorded.recorder.used == plain.num_calls
+    assert recorder.used == plain.num_calls
 
 
 def test_plan_and_memory_are_shared_and_errors_are_the_same() -> None:
     from tests.kernels.test_program import mlp_and_embedding
 
     plain = mlp_and_embedding().build()
-    recorded = RecordedProgram(plain, CallRecorder(64), 0)
-    assert recorded.arena is plain.arena
+    recorder = CallRecorder(64)
+    recorded = plain.with_calls(RecordedCalls(plain.calls, recorder, 0))
+    assert recorded.calls.arena is plain.calls.arena
     with pytest.raises(IndexError, match="call 3"):
         run(recorded, 2, torch.randn(2, 64), torch.tensor([0, 10]))
-    assert recorded.recorder.used == 4
+    assert recorder.used == 4
     with pytest.raises(ValueError, match="input 0 of a program"):
         run(recorded, 2, torch.randn(2, 32), torch.tensor([0, 1]))
 
@@ -97,4 +100,4 @@ def test_calls_know_their_node() -> None:
     b.node = "second"
     b.call("multiply", a=x, b=x, out=out, **sizes)
     b.output(out)
-    assert b.build().made_for == [("first", "add"), ("second", "multiply")]
+    assert b.build().made_for == (("first", "add"), ("second", "multiply"))

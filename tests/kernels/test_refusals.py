@@ -12,7 +12,8 @@ from torch import Tensor
 from optkit.graph.ops import aten
 from optkit.graph.verify import verify
 from optkit.kernels.cpu import attention, int4, int8, native, wna16
-from optkit.kernels.cpu.program import TOKENS, Builder, Size
+from optkit.kernels.cpu.call_list import TOKENS
+from optkit.kernels.cpu.program import Builder, Size
 from optkit.lowering.dense import dense_inputs
 from optkit.lowering.lower import lower
 from tests.support.graphs import apply, captured, random_ids

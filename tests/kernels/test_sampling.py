@@ -40,7 +40,9 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 def chosen(logits: Tensor, parameters: tuple[float, int, float, float], uniform: list[float]) -> list[int]:
     """The native tokens of the rows of ``logits``, all with the same parameters."""
-    rows = [sampling.row(row, len(row), *parameters, u) for row, u in zip(logits, uniform, strict=True)]
+    rows = [
+        sampling.row(row, len(row), *parameters, u) for row, u in zip(logits.numpy(), uniform, strict=True)
+    ]
     return sampling.choose(rows, logits.shape[1])
 
 
@@ -89,7 +91,7 @@ def test_a_mask_of_tokens_is_the_spec_with_minus_infinity_for_the_others(
         masks = [bit_mask(row) for row in allowed]
         rows = [
             sampling.row(row, width, *parameters, u, mask)
-            for row, u, mask in zip(logits, uniform, masks, strict=True)
+            for row, u, mask in zip(logits.numpy(), uniform, masks, strict=True)
         ]
         tokens = sampling.choose(rows, width)
         assert all(allowed[i, token] for i, token in enumerate(tokens))
@@ -99,7 +101,7 @@ def test_a_mask_of_tokens_is_the_spec_with_minus_infinity_for_the_others(
 
 
 def test_a_row_without_an_allowed_number_fails_and_numbers_not_allowed_do_not_count(isa: str) -> None:
-    logits = torch.tensor([math.nan, 1.0, -math.inf, 3.0])
+    logits = np.array([math.nan, 1.0, -math.inf, 3.0], dtype=np.float32)
     masks = ([0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0], [1, 1, 0, 0])
     kept = [bit_mask(torch.tensor(mask, dtype=torch.bool)) for mask in masks]
     rows = [sampling.row(logits, 4, 1.0, 0, 1.0, 0.0, 0.5, mask) for mask in kept]
@@ -199,11 +201,31 @@ def test_a_token_depends_on_nothing_but_its_row(threads: int, monkeypatch: pytes
 
 
 def test_row_refuses_what_native_code_would_misread() -> None:
-    for wrong in (torch.zeros(8).double(), torch.zeros(16)[::2], torch.zeros(2, 4), torch.zeros(7)):
+    right = np.zeros(8, np.float32)
+    shifted = np.frombuffer(bytes(33), np.uint8)[1:].view(np.float32)
+    for wrong in (
+        right.astype(np.float64),
+        right.astype(">f4"),
+        right.view(np.int32),
+        np.zeros(16, np.float32)[::2],
+        right[::-1],
+        right.reshape(2, 4),
+        right[:7],
+        np.broadcast_to(np.float32(0.0), 8),
+        shifted,
+        torch.zeros(8),
+        right.tolist(),
+    ):
         with pytest.raises(ValueError, match="native kernel"):
             sampling.row(wrong, 8, 1.0, 0, 1.0, 0.0, 0.5)
-    for mask in (np.zeros(1, np.int32), np.zeros(2, np.uint32), np.zeros((1, 1), np.uint32)):
+    for mask in (
+        np.zeros(1, np.int32),
+        np.zeros(2, np.uint32),
+        np.zeros((1, 1), np.uint32),
+        np.zeros(1, ">u4"),
+        torch.zeros(1),
+    ):
         with pytest.raises(ValueError, match="a bit for each token"):
-            sampling.row(torch.zeros(8), 8, 1.0, 0, 1.0, 0.0, 0.5, mask)
+            sampling.row(right, 8, 1.0, 0, 1.0, 0.0, 0.5, mask)
     with pytest.raises(struct.error):
-        sampling.row(torch.zeros(8), 8, 1.0, 2**40, 1.0, 0.0, 0.5)
+        sampling.row(right, 8, 1.0, 2**40, 1.0, 0.0, 0.5)

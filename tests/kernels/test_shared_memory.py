@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from optkit.kernels.collectives import CollectiveFailed, reduced, shares
+from optkit.errors import CollectiveFailed
+from optkit.kernels.collectives import reduced, shares
 from optkit.kernels.cpu import native
 from optkit.kernels.cpu.shared_memory import SharedRank, SharedRegion
 

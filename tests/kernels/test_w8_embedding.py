@@ -12,7 +12,8 @@ from torch import Tensor
 
 from optkit.kernels import reference, select
 from optkit.kernels.cpu import int8, native
-from optkit.kernels.cpu.program import TOKENS, Builder
+from optkit.kernels.cpu.call_list import TOKENS
+from optkit.kernels.cpu.program import Builder
 from tests.kernels.test_int8 import poisoned
 from tests.support.isas import usable_isas
 from tests.support.target import TARGET

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from optkit.kernels.cpu import weight_memory
-from optkit.kernels.cpu.program import ALIGN
+from optkit.kernels.cpu.call_list import ALIGN
 from optkit.kernels.cpu.weight_memory import CHUNK, LARGE_PAGE, WeightMemory
 
 pytestmark = pytest.mark.skipif(

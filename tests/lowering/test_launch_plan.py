@@ -7,7 +7,7 @@ import torch
 
 from optkit.cancellation import StepCancelled, cancellable
 from optkit.graph.ir import Graph
-from optkit.kernels.cpu import native, program
+from optkit.kernels.cpu import call_list, native
 from optkit.kernels.cpu.program import Program
 from optkit.lowering.dense import dense_inputs
 from optkit.lowering.lower import Executable, lower
@@ -99,8 +99,8 @@ def test_a_pinned_reference_stays_out_of_programs() -> None:
 def test_a_step_is_cancelled_between_parts_of_the_model(
     as_programs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(program, "LONG_STEP", 0)
-    monkeypatch.setattr(program, "CALLS_A_PART", 1)
+    monkeypatch.setattr(call_list, "LONG_STEP", 0)
+    monkeypatch.setattr(call_list, "CALLS_A_PART", 1)
     graph = optimized("llama", group_size=32)
     executable, checks = lower(graph, TARGET, programs=as_programs), list[int]()
     whole = logits(executable, graph, [20, 10])

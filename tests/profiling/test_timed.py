@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx, nn
 
-from optkit.profiling.timed import PROGRAM, Op, Timing
+from optkit.profiling.timed import timed_module
+from optkit.profiling.timing import PROGRAM, Op, Timing
 from tests.support.tiny_runtime import int8_llama
 
 
@@ -29,7 +30,7 @@ def no_recorder() -> None:
 def test_results_are_the_same_and_each_call_has_a_time() -> None:
     plain = fx.symbolic_trace(Net())
     timing = Timing(no_recorder)  # type: ignore[arg-type]
-    timed = timing.module(plain, {"mul": "own"})
+    timed = timed_module(timing, plain, {"mul": "own"})
     x = torch.randn(2, 4)
     assert torch.equal(timed(x), plain(x))
     assert timing.ops == [Op("inner", "torch"), Op("split", "torch"), Op("mul", "own"), Op("add", "torch")]
@@ -41,7 +42,7 @@ def test_results_are_the_same_and_each_call_has_a_time() -> None:
 
 def test_weights_are_shared_with_the_plain_function() -> None:
     plain = fx.symbolic_trace(Net())
-    timed = Timing(no_recorder).module(plain, {})  # type: ignore[arg-type]
+    timed = timed_module(Timing(no_recorder), plain, {})  # type: ignore[arg-type]
     assert timed.scale is plain.scale
 
 

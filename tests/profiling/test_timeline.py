@@ -12,7 +12,6 @@ from optkit.kernels.cpu.recorder import RECORD, WHOLE_RUN
 from optkit.profiling.clock import Instant, TickClock
 from optkit.profiling.observer import Work
 from optkit.profiling.recording import Recorded, RecordedStep
-from optkit.profiling.timed import PROGRAM, Call, Op
 from optkit.profiling.timeline import (
     BETWEEN,
     LAUNCHING,
@@ -25,6 +24,7 @@ from optkit.profiling.timeline import (
     timeline,
     timelines,
 )
+from optkit.profiling.timing import PROGRAM, Call, Op
 from tests.support.recorded import tiny_recorded
 
 needs_native = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))

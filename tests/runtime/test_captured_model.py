@@ -82,7 +82,7 @@ class Poisoned(Engine):
     def step(self) -> list[TokenOutput]:
         for block, state in enumerate(self.scheduler.kv.blocks._state):
             if state == FREE:
-                for pair in self.runner._buffers:
+                for pair in self.runner.pools.buffers:
                     for buffer in pair:
                         buffer[block] = 255
         outputs = super().step()

@@ -53,7 +53,14 @@ class Shelf:
             self.loaded.append(name)
             return lower(captured("llama", vocab_size=vocab_size))
 
-        return SimpleNamespace(directory=Path(directory), recipe=RECIPE, executable=executable)
+        here = Path(directory)
+        return SimpleNamespace(
+            directory=here,
+            recipe=RECIPE,
+            executable=executable,
+            native=here / "native",
+            manifest={"plugins": {"own": {}}},
+        )
 
 
 class GPU(HostDevice):

@@ -170,7 +170,7 @@ def tiny_engine(num_blocks: int, **limits: int) -> Engine:
     )
     runner = ModelRunner(TinyAttention(), num_blocks, config.block_size)
     for pool in runner.kv_pools.values():
-        pool.fill_(float("nan"))  # reading a slot nobody wrote shows
+        pool.fill(np.nan)  # reading a slot nobody wrote shows
     return Engine(runner, config)
 
 

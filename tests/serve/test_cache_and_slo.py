@@ -9,7 +9,7 @@ import pytest
 
 from optkit.runtime.specprefill.positions import Positions
 from optkit.runtime.specprefill.queue import ScoringQueue, SpecPrefillOptions
-from optkit.runtime.specprefill.scorer import Scoring
+from optkit.runtime.specprefill.scoring import Scoring
 from tests.support.serve_fakes import FakeEngine, LateEngine, SteppedEngine, call, events, post, tiny_app
 
 COMPLETIONS = "/v1/completions"

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from optkit.cancellation import check_cancelled
 from optkit.errors import UserError
@@ -85,7 +84,7 @@ class FakeRunner(TokenKV):
         self.remember = remember
         self.batches: list[Batch] = []
 
-    def execute(self, batch: Batch) -> torch.Tensor:
+    def execute(self, batch: Batch) -> np.ndarray:
         if self.step_delay:
             time.sleep(self.step_delay)
         if self.remember:
@@ -100,7 +99,7 @@ class FakeRunner(TokenKV):
             for item, ids, start in zip(batch.items, seen, starts, strict=True)
             for back in reversed(range(item.num_logits))
         ]
-        return torch.stack(rows) if rows else torch.zeros(0, self.vocab_size)
+        return np.stack(rows) if rows else np.zeros((0, self.vocab_size), dtype=np.float32)
 
     def _compute_for_long(self) -> None:
         self.until.with_suffix(".begun").touch()
@@ -134,7 +133,7 @@ class FakeRunner(TokenKV):
 
     def _logits(
         self, item: ScheduledRequest, ids: np.ndarray, num_ahead: int, start: int | None = None
-    ) -> torch.Tensor:
+    ) -> np.ndarray:
         """Logits after the tokens ``ids``; the last ``num_ahead`` of the tokens are guesses.
 
         ``start`` is the recurrent state before the new tokens.
@@ -143,16 +142,16 @@ class FakeRunner(TokenKV):
         if start is not None and zlib.crc32(new.tobytes(), start) != zlib.crc32(ids.tobytes()):
             ids = np.append(ids, start)  # the state is of other tokens
         if self.nan_token in item.request.token_ids:
-            return torch.full((self.vocab_size,), float("nan"))
+            return np.full(self.vocab_size, np.nan, dtype=np.float32)
         logits = self.logits_after(ids)
         if self.script:
             logits[self.script[(item.request.num_output + num_ahead) % len(self.script)]] = 1e4
         return logits
 
-    def logits_after(self, ids: np.ndarray) -> torch.Tensor:
+    def logits_after(self, ids: np.ndarray) -> np.ndarray:
         """Logits [V] of the token after ``ids``."""
         random = np.random.default_rng(zlib.crc32(ids.tobytes()))
-        return torch.from_numpy(random.standard_normal(self.vocab_size, dtype=np.float32))
+        return random.standard_normal(self.vocab_size, dtype=np.float32)
 
 
 def before(item: ScheduledRequest, ids: np.ndarray, back: int) -> np.ndarray:
@@ -219,7 +218,7 @@ def fake_engine(options: dict[str, Any] | None = None) -> Engine:
 
 
 def fake_embedder(engine: Engine, options: dict[str, Any]) -> Embedder:
-    """An embedder on a ``FakeRunner``: the state of a token is a hash of the tokens up to there.
+    """An embedder on ``FakeRunner``: the state of a token is a hash of the tokens up to there.
 
     ``options`` are arguments of ``FakeRunner``; ``vocab_size`` is the size of a vector.
     """

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -130,7 +129,7 @@ class FaultyRunner(FakeRunner):
         self.faults = faults
         self._sampled: dict[int, int | Failure] = {}  # id of a sequence: its token in the last step
 
-    def execute(self, batch: Batch) -> torch.Tensor:
+    def execute(self, batch: Batch) -> np.ndarray:
         assert not any(item.request.is_pending for item in batch.items), "a token that is not known yet"
         if len(batch.items) > 1:
             self.faults.strike("batch")
@@ -170,11 +169,11 @@ class FaultyRunner(FakeRunner):
 
     def _logits(
         self, item: ScheduledRequest, ids: np.ndarray, num_ahead: int, start: int | None = None
-    ) -> torch.Tensor:
+    ) -> np.ndarray:
         if self.faults.of(item.request) == "model":
             raise RuntimeError("injected: model")
         if self.faults.of(item.request) == "nan":
-            return torch.full((self.vocab_size,), float("nan"))
+            return np.full(self.vocab_size, np.nan, dtype=np.float32)
         return super()._logits(item, ids, num_ahead, start)
 
 

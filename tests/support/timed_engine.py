@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-import torch
 
 from optkit.runtime.engine import Engine
 from optkit.runtime.scheduling.cost_model import step_work
@@ -32,11 +31,11 @@ class TimedRunner(FakeRunner):
         super().__init__(num_blocks, block_size, vocab_size=8)
         self.clock, self.noise = clock, np.random.default_rng(3)
 
-    def execute(self, batch: Batch) -> torch.Tensor:
+    def execute(self, batch: Batch) -> np.ndarray:
         shape = step_work(batch.items)
         seconds = 6e-3 + 5.5e-4 * shape.tokens + 4e-4 * shape.rows + 6e-8 * shape.pairs
         self.clock.now += seconds * (1 + 0.05 * self.noise.uniform(-1, 1))
-        return torch.zeros(shape.rows, self.vocab_size)
+        return np.zeros((shape.rows, self.vocab_size), dtype=np.float32)
 
 
 @dataclass

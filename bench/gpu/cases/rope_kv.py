@@ -13,7 +13,8 @@ from torch import Tensor
 
 from bench.gpu.case import Case, Inputs
 from optkit.kernels import reference
-from optkit.kernels.reference_attention import KV_CODES, KV_SCALE_BYTES, kv_parts, kv_planes, quantize_kv
+from optkit.kernels.kv_rows import KV_SCALE_BYTES
+from optkit.kernels.reference_attention import KV_CODES, kv_parts, kv_planes, quantize_kv
 
 BLOCK_SIZE = 16
 HEADS = ((32, 32), (32, 8))

@@ -23,9 +23,11 @@ from torch import Tensor
 
 from optkit.kernels import reference, reference_attention
 from optkit.kernels.cpu import native
+from optkit.kernels.cpu.call_list import BLOCK_SIZE, SEQUENCES, TABLE_WIDTH
 from optkit.kernels.cpu.emit import Emitter, Result
-from optkit.kernels.cpu.program import BLOCK_SIZE, SEQUENCES, TABLE_WIDTH, Builder, Size, View
+from optkit.kernels.cpu.program import Builder, Size, View
 from optkit.kernels.kernel import Kernel
+from optkit.kernels.kv_rows import KV_SCALE_BYTES
 
 
 def attention(
@@ -174,7 +176,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor | No
         ValueError: a tensor has another dtype or shape than the kernel would read or write.
     """
     (tokens, heads, dim), (kv_heads, v_dim) = q.shape, v.shape[1:]
-    extra = reference.KV_SCALE_BYTES if k_cache.dtype is torch.int8 else 0
+    extra = KV_SCALE_BYTES if k_cache.dtype is torch.int8 else 0
     block = k_cache.shape[:2]
     native.require(k.dtype is v.dtype is torch.float32, "k and v must be float32")
     native.require(

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from optkit.kernels.cpu.call_list import LOGITS
 from optkit.kernels.cpu.emit import Emitter, Result
-from optkit.kernels.cpu.program import LOGITS, Argument, Builder, Size, View
+from optkit.kernels.cpu.program import Argument, Builder, Size, View
 from optkit.kernels.kernel import Kernel
 
 

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from optkit.kernels.cpu import native, weight_memory
+from optkit.kernels.cpu.call_list import Blocks
 from optkit.kernels.cpu.emit import Emitter, Quantization, Result, quantized_buffers
-from optkit.kernels.cpu.program import DEFAULT_BLOCKS, Blocks, Builder, Size, View
+from optkit.kernels.cpu.program import DEFAULT_BLOCKS, Builder, Size, View
 from optkit.kernels.kernel import Kernel
 
 PANEL, STEP, MOST_OF_TWO = 32, 4, 128  # as in int8.h

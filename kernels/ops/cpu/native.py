@@ -4,7 +4,7 @@ The functions and their parameters are listed in ``signatures.h``, also compiled
 
 The interface is a plain C ABI: pointers and sizes as integers, no torch or Python headers. The build takes seconds and
 depends on no version of torch or Python. The library is loaded on first use. The last argument of every parallel
-function is the number of threads, ``threads()``: those of torch. The kernels have a pool of their own
+function is the number of threads (``optkit.kernels.cpu.threads``). The kernels have a pool of their own
 (``threads.cpp``), which sleeps between steps.
 
 ``OPTKIT_CPU_ISA`` = a name of ``isas.h``, for example ``avx2`` or ``portable``, overrides the instruction set; the
@@ -18,25 +18,25 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import itertools
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 from optkit.errors import UserError, nearest
 from optkit.kernels.cpu import signatures
+from optkit.kernels.cpu.threads import threads as threads
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from optkit.machine.target import Target
 
 ISA_VARIABLE, LIBRARY_VARIABLE = "OPTKIT_CPU_ISA", "OPTKIT_NATIVE_LIBRARY"
 FILE = Path(__file__).with_name("_native.so")  # files of other names are left over from older builds
 REINSTALL = "install optkit again with a C++ compiler (g++ or clang++) on PATH"
-
-threads = torch.get_num_threads
 
 
 def available() -> bool:
@@ -88,6 +88,12 @@ def library() -> ctypes.CDLL:
 def library_file() -> Path:
     """The file to load: the value of ``OPTKIT_NATIVE_LIBRARY``, else the file built by setup.py."""
     return Path(os.environ.get(LIBRARY_VARIABLE) or FILE)
+
+
+@functools.cache
+def library_digest() -> str:
+    """The hash of the library's file, once a process: the library is loaded once, too."""
+    return hashlib.sha256(library_file().read_bytes()).hexdigest()
 
 
 def _load(file: Path) -> ctypes.CDLL:

@@ -15,54 +15,36 @@ The kernels, the order of the arguments and the types behind pointers are listed
 
 from __future__ import annotations
 
-import ctypes
-import operator
 import struct
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from optkit.cancellation import check_cancelled
-from optkit.kernels.collectives import CollectiveFailed
-from optkit.kernels.cpu import native, signatures
+from optkit.kernels.cpu import signatures
+from optkit.kernels.cpu.call_list import (
+    ALIGN,
+    ARENA,
+    ARGUMENT,
+    BLOCK,
+    CALL,
+    CONSTANT,
+    INPUT,
+    LOGITS,
+    SIZE,
+    TOKENS,
+    Blocks,
+    CallList,
+    CallPlan,
+)
 from optkit.kernels.cpu.signatures import Parameter
 
-ALIGN = 64  # bytes: a cache line, and the widest vector
-CONSTANT, SIZE, INPUT, ARENA, BLOCK = range(5)  # of program.h
-TOKENS, LOGITS, SEQUENCES, TABLE_WIDTH, BLOCK_SIZE = range(5)  # the sizes of a batch
-LONG_STEP = (
-    2**32
-)  # tokens times bytes of weights: from here on a step is cancellable, some tens of milliseconds
-CALLS_A_PART = 8  # of a cancellable step, at least; about a layer
 LONGEST_RUN = 16  # calls
 NODES = "+"  # between the names of nodes in one call
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """Tokens of a block of a run: at most ``most``.
-
-    With fewer than ``least`` tokens a thread, threads share each call.
-    """
-
-    least: int = 32
-    most: int = 64
-
-    def tokens(self, tokens: int, threads: int) -> int:
-        """Tokens of a block of a step, or 0 where all tokens go through each call together.
-
-        Blocks are of about the same size, and each thread gets equally many.
-        """
-        if tokens < threads * self.least:
-            return 0
-        blocks = -(-tokens // (self.most * threads)) * threads
-        return -(-tokens // blocks)
-
-
 DEFAULT_BLOCKS = Blocks()
 
 
@@ -120,7 +102,6 @@ class Size:
 
 
 Argument = View | Tensor | Size | int | float | None
-ARGUMENT, CALL = struct.Struct("=iiqqq"), struct.Struct("=iiii")
 
 
 class Builder:
@@ -216,10 +197,10 @@ def check_argument(kernel: str, parameter: Parameter, argument: Argument) -> Non
     match argument:
         case View():
             dense = argument.row_stride == argument.width
-            fits = argument.dtype in dtypes and (dense or parameter.strided)
+            fits = dtype_name(argument.dtype) in dtypes and (dense or parameter.strided)
         case Tensor():
             on_cpu = argument.device.type == "cpu" and argument.is_contiguous()
-            fits = argument.dtype in dtypes and on_cpu
+            fits = dtype_name(argument.dtype) in dtypes and on_cpu
         case Size() | int():
             fits = parameter.kind in ("int64_t", "int")
         case float():
@@ -228,6 +209,11 @@ def check_argument(kernel: str, parameter: Parameter, argument: Argument) -> Non
             fits = argument is None and parameter.is_pointer
     if not fits:
         raise NotImplementedError(f"{kernel} can't read {argument!r:.80} as {parameter.name}")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of ``dtype`` in numpy and torch, such as float32."""
+    return str(dtype).removeprefix("torch.")
 
 
 def place(buffers: Sequence[Buffer]) -> int:
@@ -272,26 +258,15 @@ def row_bytes(value: Argument) -> int:
     return value.row_stride * value.dtype.itemsize if isinstance(value, View) else 0
 
 
-class Arena:
-    """Working memory of an executable's programs, which run one after another."""
-
-    def __init__(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8)
-
-    def address(self, size: int) -> int:
-        """The address of at least ``size`` bytes, on a cache line."""
-        if self.memory.numel() < size + ALIGN:
-            self.memory = torch.empty(size + ALIGN, dtype=torch.uint8)
-        return -(-self.memory.data_ptr() // ALIGN) * ALIGN
-
-
 class Program:
-    """Kernel calls for every batch size; a call takes the tensors with the sizes of the batch, then the inputs.
-
-    Not reentrant: the arena belongs to one step at a time.
+    """A list of kernel calls on tensors; a call takes the tensors with the sizes of the batch, then the inputs.
 
     Attributes:
-        made_for: the node of the graph and the kernel of each call, for profiles.
+        calls: the list.
+        constants: tensors with addresses in the calls.
+        constant_at: the place among the arguments of each of ``constants``.
+        checked: number, rows, shape and dtype of the inputs that torch computes.
+        outputs: rows, shape of a row, and dtype of each output.
     """
 
     __name__, __module__ = "program", __name__  # torch.fx names nodes and generated code after their target
@@ -299,31 +274,50 @@ class Program:
     def __init__(
         self, builder: Builder, runs: Sequence[range], bytes_per_row: Sequence[int], block_token_bytes: int
     ) -> None:
-        self.bytes_per_row, self.block_token_bytes, self.arena = (
-            tuple(bytes_per_row),
-            block_token_bytes,
-            Arena(),
-        )
-        self.runs, self.blocks = runs, builder.blocks
-        self.num_inputs, self.num_calls = builder.num_inputs, len(builder.calls)
-        self.made_for = [(node, name) for node, (name, _) in zip(builder.nodes, builder.calls, strict=True)]
+        self.num_inputs = builder.num_inputs
         self.checked = [(i, *known) for i, known in enumerate(builder.expected) if known is not None]
         self.outputs = [(view.rows, view.shape, view.dtype) for view in builder.outputs]
-        self.constants: list[Tensor] = []  # tensors with addresses in the calls
+        self.constants: list[Tensor] = []
+        self.constant_at: list[int] = []
         calls, arguments = bytearray(), bytearray()
         lengths = {run.start: len(run) for run in runs}
         for i, (name, values) in enumerate(builder.calls):
             op = cast(int, signatures.kernel(name).number)
             calls += CALL.pack(op, len(arguments) // ARGUMENT.size, lengths.get(i, 0), 0)
             for value in values:
+                if isinstance(value, Tensor):
+                    self.constants.append(value)
+                    self.constant_at.append(len(arguments) // ARGUMENT.size)
                 arguments += ARGUMENT.pack(*self._encode(value), row_bytes(value))
-        self._weight_bytes = sum(tensor.nbytes for tensor in self.constants)
-        self._calls = ctypes.create_string_buffer(bytes(calls), len(calls))
-        self._arguments = ctypes.create_string_buffer(bytes(arguments), len(arguments))
-        self._sizes = (ctypes.c_int64 * 5)()
-        self._inputs = (ctypes.c_int64 * (self.num_inputs + len(self.outputs)))()
-        self._arenas = (ctypes.c_int64 * len(self.bytes_per_row))()
+        plan = CallPlan(
+            runs=tuple((run.start, run.stop) for run in runs),
+            blocks=(builder.blocks.least, builder.blocks.most),
+            bytes_per_row=tuple(bytes_per_row),
+            block_token_bytes=block_token_bytes,
+            num_inputs=self.num_inputs,
+            num_outputs=len(self.outputs),
+            weight_bytes=sum(tensor.nbytes for tensor in self.constants),
+            made_for=tuple(
+                (node, name) for node, (name, _) in zip(builder.nodes, builder.calls, strict=True)
+            ),
+        )
+        self.calls = CallList(plan, bytes(calls), bytes(arguments))
         self._placed: list[Callable[[], Tensor | None]] = [no_tensor] * self.num_inputs
+
+    @property
+    def num_calls(self) -> int:
+        return self.calls.num_calls
+
+    @property
+    def made_for(self) -> tuple[tuple[str, str], ...]:
+        """The node of the graph and the kernel of each call."""
+        return self.calls.plan.made_for
+
+    def with_calls(self, calls: CallList) -> Program:
+        """A program with the inputs and outputs of this one, and other calls."""
+        made = copy(self)
+        made.calls = calls
+        return made
 
     def _encode(self, value: Argument) -> tuple[int, int, int, int]:
         """Source, index, value and offset of program.h."""
@@ -338,7 +332,6 @@ class Program:
             case Size(index, times):
                 return SIZE, index, times, 0
             case Tensor():
-                self.constants.append(value)
                 return CONSTANT, 0, value.data_ptr(), 0
             case float():
                 return CONSTANT, 0, struct.unpack("=i", struct.pack("=f", value))[0], 0
@@ -365,54 +358,13 @@ class Program:
         """
         block_size = 0 if k_cache is None else k_cache.shape[1]
         sizes = (len(input_ids), len(logits_index), len(seq_lens), block_tables.shape[1], block_size)
-        self._sizes[:] = list(sizes)
         self._check(inputs, sizes)
         copies = self._place_inputs(inputs)
         outputs = [torch.empty((sizes[rows], *shape), dtype=dtype) for rows, shape, dtype in self.outputs]
-        self._inputs[self.num_inputs :] = [t.data_ptr() for t in outputs]
-        self._place_arenas(sizes)
-        is_long = sizes[TOKENS] * self._weight_bytes >= LONG_STEP
-        first = 0
-        for run in self.runs:
-            if (run.stop - first >= CALLS_A_PART and is_long) or run.stop == self.num_calls:
-                if first:
-                    check_cancelled()
-                self._run(first, run.stop - first)
-                first = run.stop
+        self.calls.inputs[self.num_inputs :] = [t.data_ptr() for t in outputs]
+        self.calls.run(sizes)
         del copies  # alive until here, since the calls read them
         return tuple(outputs)
-
-    def workspace_bytes(self, sizes: Sequence[int]) -> int:
-        """Bytes of working memory for a batch of these ``sizes``."""
-        tokens = self.blocks.tokens(sizes[TOKENS], native.threads())
-        in_blocks = min(tokens * native.threads(), sizes[TOKENS]) if tokens else sizes[TOKENS]
-        return sum(map(operator.mul, sizes, self.bytes_per_row)) + in_blocks * self.block_token_bytes
-
-    def _run(self, first: int, count: int) -> None:
-        """Run ``count`` calls from the call ``first`` on."""
-        failed = self._call(first, count)
-        if failed:
-            number = first + failed - 1
-            if self.made_for[number][1].startswith("all_"):
-                raise CollectiveFailed(f"a rank did not answer in call {number} of the program")
-            raise IndexError(f"an index is out of range in call {number} of the program")
-
-    def _call(self, first: int, count: int) -> int:
-        """Run calls as ``_run``; 0, or 1 + the call with an index out of range, counted from ``first``."""
-        return int(native.library().optkit_run_program(*self._native_arguments(first, count)))
-
-    def _native_arguments(self, first: int, count: int) -> tuple[int, ...]:
-        """The arguments of ``optkit_run_program``."""
-        return (
-            ctypes.addressof(self._calls) + first * CALL.size,
-            count,
-            ctypes.addressof(self._arguments),
-            ctypes.addressof(self._sizes),
-            ctypes.addressof(self._inputs),
-            ctypes.addressof(self._arenas),
-            *self._block,
-            native.threads(),
-        )
 
     def _check(self, inputs: Sequence[Tensor], sizes: Sequence[int]) -> None:
         """Compare tensors computed by torch with the shapes and types of the plan, since the calls take addresses."""
@@ -436,16 +388,5 @@ class Program:
             else:
                 self._placed[index] = no_tensor
                 copies.append(tensor := tensor.contiguous())
-            self._inputs[index] = tensor.data_ptr()
+            self.calls.inputs[index] = tensor.data_ptr()
         return copies
-
-    def _place_arenas(self, sizes: Sequence[int]) -> None:
-        """Lay buffers of tokens, then buffers of rows of logits, into the shared memory."""
-        tokens = self.blocks.tokens(sizes[TOKENS], native.threads())
-        local = 0 if tokens else sizes[TOKENS] * self.block_token_bytes
-        needed = [sizes[rows] * size for rows, size in enumerate(self.bytes_per_row)]
-        start = self.arena.address(sum(needed) + local)
-        for i, size in enumerate(needed):
-            self._arenas[i] = start
-            start += size
-        self._block = (start, tokens, self.block_token_bytes)

@@ -1,4 +1,4 @@
-"""Records of kernel calls (recorder.h): the memory for them, and programs that write them.
+"""Records of kernel calls (recorder.h): the memory for them, and lists of calls that write them.
 
 The memory is allocated and touched before the first step, so recording neither allocates nor faults. A full recorder
 drops further records and counts them.
@@ -11,7 +11,7 @@ import ctypes
 import numpy as np
 
 from optkit.kernels.cpu import native
-from optkit.kernels.cpu.program import Program
+from optkit.kernels.cpu.call_list import CallList
 
 RECORD = np.dtype(
     [("start", "i8"), ("end", "i8"), ("op", "i4"), ("thread", "i4"), ("first", "i4"), ("count", "i4")]
@@ -42,17 +42,17 @@ class CallRecorder:
         return self.records.ctypes.data, len(self.records), ctypes.addressof(self._used)
 
 
-class RecordedProgram(Program):
-    """``program`` with a record of each call in ``recorder``.
+class RecordedCalls(CallList):
+    """``calls`` with a record of each call in ``recorder``.
 
-    Plan, inputs and working memory are those of ``program``: the two must not run at once.
+    Plan, inputs and working memory are those of ``calls``: the two must not run at once.
 
     Args:
         first_op: the number of the first call in records.
     """
 
-    def __init__(self, program: Program, recorder: CallRecorder, first_op: int) -> None:
-        vars(self).update(vars(program))
+    def __init__(self, calls: CallList, recorder: CallRecorder, first_op: int) -> None:
+        vars(self).update(vars(calls))
         self.recorder, self.first_op = recorder, first_op
 
     def _call(self, first: int, count: int) -> int:
@@ -62,11 +62,11 @@ class RecordedProgram(Program):
         return int(run(*arguments, *self.recorder.native_arguments, number))
 
 
-def most_records(program: Program, tokens: int) -> int:
+def most_records(calls: CallList, tokens: int) -> int:
     """The largest number of records of a step with up to ``tokens`` tokens, on the threads of now."""
-    size = program.blocks.tokens(tokens, native.threads())
+    size = calls.blocks.tokens(tokens, native.threads())
     blocks = -(-tokens // size) if size else 1
-    return sum(len(run) * blocks + 1 if len(run) > 1 else 1 for run in program.runs)
+    return sum(len(run) * blocks + 1 if len(run) > 1 else 1 for run in calls.runs)
 
 
 def ticks() -> int:

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from optkit.kernels import reference
 from optkit.kernels.cpu import native
+from optkit.kernels.cpu.call_list import SEQUENCES
 from optkit.kernels.cpu.emit import Emitter, Result
-from optkit.kernels.cpu.program import SEQUENCES, Builder, Size, View
+from optkit.kernels.cpu.program import Builder, Size, View
 from optkit.kernels.cpu.rows import all_float32, pointer
 from optkit.kernels.kernel import Kernel
 

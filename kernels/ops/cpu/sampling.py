@@ -11,8 +11,6 @@ import struct
 from collections.abc import Sequence
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from optkit.kernels.cpu import native
 
@@ -21,7 +19,7 @@ ROW = struct.Struct("=fiffdqq")  # SampledRow of sampling.h
 
 
 def row(
-    logits: Tensor,
+    logits: np.ndarray,
     width: int,
     temperature: float,
     top_k: int,
@@ -30,26 +28,31 @@ def row(
     uniform: float,
     allowed: np.ndarray | None = None,
 ) -> bytes:
-    """A row of ``logits`` [width] with its parameters, for ``choose``; the caller keeps the arrays alive.
+    """A row of ``logits`` [width] float32 with its parameters, for ``choose``; the caller keeps the arrays alive.
 
     Args:
         allowed: the tokens to choose from, a bit each, [ceil(width / 32)] uint32; None allows all.
 
     Raises:
-        ValueError: ``logits`` are not a dense float32 vector of ``width`` numbers in memory of the CPU, or ``allowed``
-            has another shape or type.
+        ValueError: ``logits`` are not a dense float32 array of ``width`` numbers, or ``allowed`` has another shape or
+            type.
         struct.error, OverflowError: a parameter is beyond the range of the C type.
     """
-    native.require_vector(logits, width, torch.float32, "logits")
-    native.require(logits.device.type == "cpu", "logits must be on the CPU")
+    fits = is_dense(logits, np.float32, width)
+    native.require(fits, f"logits must be a dense array of float32 [{width}]")
     mask = 0
     if allowed is not None:
-        dense = allowed.flags.c_contiguous and allowed.dtype == np.uint32
-        native.require(
-            dense and allowed.shape == (-(-width // 32),), "allowed must have a bit for each token"
-        )
+        fits = is_dense(allowed, np.uint32, -(-width // 32))
+        native.require(fits, "allowed must have a bit for each token")
         mask = allowed.ctypes.data
-    return ROW.pack(temperature, top_k, top_p, min_p, uniform, logits.data_ptr(), mask)
+    return ROW.pack(temperature, top_k, top_p, min_p, uniform, logits.ctypes.data, mask)
+
+
+def is_dense(array: np.ndarray, dtype: type[np.generic], length: int) -> bool:
+    """True for an array [length] of ``dtype`` in the byte order of the CPU, without gaps."""
+    if not isinstance(array, np.ndarray) or array.dtype != dtype or array.shape != (length,):
+        return False
+    return array.flags.c_contiguous and array.flags.aligned
 
 
 def choose(rows: Sequence[bytes], width: int) -> list[int]:

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from optkit.kernels.collectives import REDUCTIONS, CollectiveFailed
+from optkit.errors import CollectiveFailed
+from optkit.kernels.collectives import REDUCTIONS
 from optkit.kernels.cpu import native
 
 SPIN_SECONDS = 200e-6  # of a wait, where each rank has a core: the next exchange follows within a layer

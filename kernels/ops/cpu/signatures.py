@@ -1,7 +1,7 @@
 """The functions of the native library, read from ``signatures.h``: the one place for their parameters.
 
 ``native`` makes ctypes prototypes of the functions and compares the list with the library's; ``program`` takes the
-order and the dtypes of a kernel's arguments from here.
+order and the dtypes of a kernel's arguments from here. No torch: dtypes are names.
 """
 
 from __future__ import annotations
@@ -12,20 +12,18 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import torch
-
 FILE = Path(__file__).with_name("signatures.h")
 ENTRY = re.compile(r"^(FUNCTION|KERNEL)\((.*?)\)$", re.MULTILINE | re.DOTALL)
 # A pointer is passed as the integer of ``data_ptr()``; 0 is null.
 NUMBERS: dict[str, type] = {"int64_t": ctypes.c_int64, "int": ctypes.c_int, "float": ctypes.c_float}
 RESULTS: dict[str, type | None] = {"void": None, "const char*": ctypes.c_char_p, **NUMBERS}
-# The dtypes of tensors behind a kernel's pointers.
-DTYPES: dict[str, tuple[torch.dtype, ...]] = {
-    "float*": (torch.float32,),
-    "uint8_t*": (torch.uint8,),
-    "int64_t*": (torch.int64,),
-    "int32_t*": (torch.int32,),
-    "void*": (torch.float32, torch.int8),  # a KV pool
+# The dtypes of arrays behind a kernel's pointers, by the names of numpy and torch.
+DTYPES: dict[str, tuple[str, ...]] = {
+    "float*": ("float32",),
+    "uint8_t*": ("uint8",),
+    "int64_t*": ("int64",),
+    "int32_t*": ("int32",),
+    "void*": ("float32", "int8"),  # a KV pool
 }
 
 

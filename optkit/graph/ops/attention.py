@@ -23,6 +23,7 @@ from optkit.graph.ops.operands import (
 )
 from optkit.graph.ops.record import CPU, CUDA, PROGRAM, Op, Sharding, Work
 from optkit.kernels import reference
+from optkit.kernels.kv_rows import KV_SCALE_BYTES
 
 ATTENTION = (reference.attention, reference.paged_attention)
 ROW_MAJOR = torch.contiguous_format
@@ -104,7 +105,7 @@ def check_heads(q: Tensor, k: Tensor) -> None:
 
 def check_pool(rows: Tensor, cache: Tensor, name: str) -> None:
     """Compare a pool with the heads and channels of ``rows``, plus the bytes of a scale where the pool is quantized."""
-    extra = reference.KV_SCALE_BYTES if cache.dtype in reference.KV_CODES else 0
+    extra = KV_SCALE_BYTES if cache.dtype in reference.KV_CODES else 0
     wanted = [rows.shape[1], rows.shape[2] + extra]
     expect(list(cache.shape[2:]) == wanted, f"{name} has rows of {list(cache.shape[2:])}, not {wanted}")
 

@@ -13,7 +13,7 @@ from enum import Enum
 
 import torch
 
-from optkit.graph.states import KV_DTYPES, STATE_DTYPES
+from optkit.graph.states import KV_DTYPES, STATE_DTYPES, torch_dtype
 
 MAX_FLOAT32 = 3.4e38
 MAX_INT = 2**31 - 1
@@ -57,10 +57,10 @@ class Kind(Enum):
     INT32 = ("int32", (torch.int32,), False)
     INT8 = ("int8", (torch.int8,), False)
     UINT8 = ("uint8", (torch.uint8,), False)
-    KV = ("a KV dtype", tuple(dtype for dtype, _ in KV_DTYPES.values()), False)
+    KV = ("a KV dtype", tuple(torch_dtype(dtype) for dtype, _ in KV_DTYPES.values()), False)
     SUMS = ("float32 or int32", (torch.float32, torch.int32), True)
     COLUMNS = ("float32, uint8 or float8_e4m3fn", (torch.float32, torch.uint8, torch.float8_e4m3fn), True)
-    STATE = ("float32, bfloat16 or float16", tuple(STATE_DTYPES.values()), False)
+    STATE = ("float32, bfloat16 or float16", tuple(map(torch_dtype, STATE_DTYPES)), False)
 
     def accepts(self, dtype: torch.dtype, *, half: bool) -> bool:
         """True for a ``dtype`` of the kind; with ``half`` bfloat16 and float16 are compute dtypes."""

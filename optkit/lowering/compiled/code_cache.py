@@ -5,7 +5,7 @@ Artifacts (``optkit/native/``) and the private cache, where ``optkit rebuild`` w
 
 Opening a shared object runs code, so a directory is only used under three conditions:
 
-1. **Own work**: ``code.json`` carries the seal of the user and the machine (``optkit.lowering.compiled.signature``), or
+1. **Own work**: ``code.json`` carries the seal of the user and the machine (``optkit.machine.seals``), or
    the user passed ``--trust-artifact-code``.
 2. **Fit**: the same torch, optkit and processor, and a layer with the same digest (``optkit.lowering.compiled.plan``).
 3. **Integrity**: every file has the sha256 of the record. The hashed bytes are written to the private cache and opened
@@ -35,9 +35,9 @@ from optkit.graph.ir import Graph
 from optkit.lowering.compiled.aot import LIBRARY, OPERATORS, load
 from optkit.lowering.compiled.plan import PLAN, CompiledCode, RegionSource, region_source
 from optkit.lowering.compiled.region import Variant
-from optkit.lowering.compiled.signature import is_sealed, seal
 from optkit.machine.locks import Locks, hold, locked, modified
 from optkit.machine.paths import cache_dir
+from optkit.machine.seals import is_sealed, seal
 from optkit.machine.target import Target, cpu_model
 from optkit.version import VERSION
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,9 @@ from optkit.kernels.whole_prompt import WholePrompt, whole_prompt
 from optkit.runtime.cuda.buckets import Buckets
 from optkit.runtime.cuda.device import Device, Event, Replay
 from optkit.runtime.cuda.layout import SAMPLING_INPUTS, Layout, StepShape, capacity
+from optkit.runtime.cuda.pools import DevicePools
 from optkit.runtime.cuda.sampling import FAILED, Sampler, has_filters, sampling_inputs
+from optkit.runtime.kv.pools import Pools
 from optkit.runtime.runner import ModelRunner, ServableModel, sinks_of, state_slots
 from optkit.runtime.sampling.sampler import BAD_LOGITS
 from optkit.runtime.types import PENDING, Batch, Failure, ScheduledRequest
@@ -87,7 +90,9 @@ class GraphRunner(ModelRunner):
         num_slots: int = 0,
         layout: KVLayout | None = None,
     ) -> None:
-        super().__init__(model, num_blocks, block_size, device.torch_device, num_slots, layout)
+        self.device = device.torch_device
+        self._call_model: Any = model  # of torch
+        super().__init__(model, num_blocks, block_size, self.device, num_slots, layout)
         self.further = tuple(self.layout.further_inputs.items())
         self.gpu, self.largest, self.sample = device, largest, sample
         self.max_model_len = model.max_model_len
@@ -102,6 +107,10 @@ class GraphRunner(ModelRunner):
         )
         self._rows: dict[int, int] = {}  # id of a request: its row among the last sampled tokens
         self.num_captures = self.num_replays = self.num_eager = 0
+
+    def _make_pools(self, device: torch.device | str) -> Pools:
+        sizes = (self.layout, self.model.states, self.num_blocks, self.block_size)
+        return DevicePools(*sizes, device, self.num_slots)
 
     # -- capturing -------------------------------------------------------------------------------------
 
@@ -241,7 +250,7 @@ class GraphRunner(ModelRunner):
         inputs = {name: views[name] for name in names}
         inputs["input_ids"] = torch.where(source >= 0, before, known)
         with whole_prompt(prompt):
-            logits = self.model(inputs | self.kv_pools | self.state_pools)
+            logits: Tensor = self._call_model(inputs | self.kv_pools | self.state_pools)
         tokens = self.sample(logits, *(views[name] for name in SAMPLING_INPUTS), filtered=filtered)
         self._sampled[: len(tokens)].copy_(tokens)
         return logits

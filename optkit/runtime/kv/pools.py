@@ -8,35 +8,156 @@ known before the first request, and nothing grows while serving.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-import torch
+import numpy as np
 
 from optkit.errors import UserError
 from optkit.graph.kv_layout import KVLayout
 from optkit.graph.states import (
     KVSpec,
-    RecurrentSpec,
     StateSpec,
     kv_of,
     named_pools,
+    numpy_dtype,
+    recurrent_of,
     sequence_bytes,
     token_bytes,
+    unwritten,
 )
+from optkit.runtime.draft_tree import Move
 from optkit.runtime.info import MemoryPlan
 from optkit.runtime.kv.windows import held_blocks
+from optkit.runtime.types import BlockCopy, StateCopy
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
+    "HostPools",
+    "Pools",
+    "Step",
     "allocate",
-    "allocate_buffers",
-    "allocate_states",
     "dtype_label",
     "memory_plan",
+    "within",
 ]
 
 T = TypeVar("T")
-Buffers = list[tuple[torch.Tensor, ...]]
+Step = Callable[
+    [Mapping[str, np.ndarray]], Any
+]  # takes the flattened token batch, gives the logits [L, V] float32
+
+
+class Pools(Protocol):
+    """The memory of the states of a model, on the host or on a device.
+
+    Attributes:
+        kv: the KV pool of each layer, by graph input.
+        states: the pool of each recurrent state, by graph input.
+        device: "cpu", or the kind of device.
+    """
+
+    device: str
+    kv: dict[str, Any]
+    states: dict[str, Any]
+
+    def bind(self, model: Any) -> Step:
+        """The step of ``model`` on these pools."""
+        ...
+
+    def copy_states(self, copies: Sequence[StateCopy]) -> None: ...
+
+    def move_tokens(self, moves: Sequence[Move]) -> None: ...
+
+    def copy_block(self, copy: BlockCopy) -> None: ...
+
+    def read_block(self, block: int) -> np.ndarray: ...
+
+    def write_block(self, block: int, data: np.ndarray) -> None: ...
+
+
+class HostPools:
+    """Pools of NumPy in the memory of the CPU (``Pools``).
+
+    Raises:
+        UserError: the memory is too small, or the size is beyond any array's.
+    """
+
+    device = "cpu"
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        states: Sequence[StateSpec],
+        num_blocks: int,
+        block_size: int,
+        num_slots: int = 0,
+    ) -> None:
+        self.block_size = block_size
+        shapes = layout.buffer_shapes(num_blocks, block_size)
+        self.buffers = within(
+            lambda: [tuple(unwritten(shape, np.dtype(np.uint8)) for shape in slot) for slot in shapes],
+            layout.num_bytes(num_blocks, block_size),
+            0,
+        )
+        self.kv = layout.pools(self.buffers, block_size)
+        recurrent = recurrent_of(states)
+        self.states = within(
+            lambda: {
+                spec.inputs[0]: unwritten((num_slots, *spec.shape), numpy_dtype(spec.dtype))
+                for spec in recurrent
+            },
+            0,
+            num_slots * sequence_bytes(recurrent),
+        )
+        self._block_rows = [buffer for slot in self.buffers for buffer in slot]  # of blocks
+        self._token_rows = [rows.reshape(len(rows) * block_size, -1) for rows in self._block_rows]
+
+    def bind(self, model: Any) -> Step:
+        """The step of ``model`` on these pools; a model of torch gets tensors over the same memory."""
+        pools = self.kv | self.states
+        if (bound := getattr(model, "step_on", None)) is not None:
+            step: Step = bound(pools)
+            return step
+        from optkit.runtime.torch_step import torch_step
+
+        return torch_step(model, pools)
+
+    def copy_states(self, copies: Sequence[StateCopy]) -> None:
+        """Copy recurrent states from slot to slot, in order."""
+        for pool in self.states.values():
+            for copy in copies:
+                pool[copy.to] = pool[copy.source]
+
+    def move_tokens(self, moves: Sequence[Move]) -> None:
+        """Copy KV of tokens within their sequences. For models with one group of layers."""
+        size = self.block_size
+        for move in moves:
+            pairs = [
+                (move.table[at // size] * size + at % size for at in places)
+                for places in (move.sources, move.targets)
+            ]
+            for source, target in zip(*pairs, strict=True):
+                for rows in self._token_rows:
+                    rows[target] = rows[source]
+
+    def copy_block(self, copy: BlockCopy) -> None:
+        """Copy the KV of a block in all layers."""
+        for rows in self._block_rows:
+            rows[copy.to] = rows[copy.source]
+
+    def read_block(self, block: int) -> np.ndarray:
+        """The KV of ``block`` in the layers of its group, as bytes [n] uint8."""
+        return np.concatenate([rows[block] for rows in self._block_rows])
+
+    def write_block(self, block: int, data: np.ndarray) -> None:
+        """Write the bytes of ``read_block`` into any block."""
+        start = 0
+        for each in self._block_rows:
+            each[block] = data[start : start + each.shape[1]]
+            start += each.shape[1]
 
 
 def allocate(
@@ -46,7 +167,9 @@ def allocate(
     num_slots: int = 0,
     device: torch.device | str = "cpu",
 ) -> dict[str, torch.Tensor]:
-    """Zeroed pools by graph input, each with memory of its own. (On Linux the pages cost memory after the first write.)
+    """Zeroed pools of torch by graph input, without shared memory.
+
+    On Linux the pages cost memory after the first write.
 
     Raises:
         UserError: the memory is too small, or the size is beyond any tensor's.
@@ -59,23 +182,8 @@ def allocate(
     )
 
 
-def allocate_buffers(
-    layout: KVLayout, num_blocks: int, block_size: int, device: torch.device | str = "cpu"
-) -> Buffers:
-    """The buffers of a pool of ``num_blocks`` blocks. Raises as ``allocate``."""
-    size = layout.num_bytes(num_blocks, block_size)
-    return within(lambda: layout.buffers(num_blocks, block_size, device), size, 0)
-
-
-def allocate_states(
-    states: Sequence[RecurrentSpec], num_slots: int, device: torch.device | str = "cpu"
-) -> dict[str, torch.Tensor]:
-    """Zeroed pools of recurrent states by graph input. Raises as ``allocate``."""
-    return within(lambda: named_pools(states, 0, 1, num_slots, device), 0, num_slots * sequence_bytes(states))
-
-
 def within(make: Callable[[], T], kv_bytes: int, state_bytes: int) -> T:
-    """The result of ``make()``, which allocates so many bytes.
+    """The result of ``make()``, an allocation of so many bytes.
 
     Raises:
         UserError: the memory is too small, or the size is beyond any tensor's.

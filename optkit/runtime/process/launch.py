@@ -1,7 +1,7 @@
 """Launching the engine process: Python imports the libraries, then waits for a ``Load`` message.
 
-Importing torch takes a second, and so do the server's own imports and the artifact's hashes. The engine process is
-launched first, so the imports run in parallel. Therefore only the standard library is imported here.
+Imports take a second or two, and so do the server's own imports and the artifact's hashes. The engine process is
+launched first, so both run in parallel. Therefore only the standard library is imported here.
 """
 
 from __future__ import annotations
@@ -44,16 +44,23 @@ class Launched:
             self.process.wait()
 
 
-def launch(factory: str = DEFAULT_FACTORY) -> Launched:
+def launch(factory: str = DEFAULT_FACTORY, artifact: str = "") -> Launched:
     """Start an engine process.
 
     Args:
         factory: ``module:function`` called in the process as ``function(artifact_dir, options) -> Engine``.
+        artifact: the directory of the artifact to come. Unless a saved model of the artifact exists, torch is imported
+            before the ``Load`` message.
     """
     # -P keeps the current directory out of the import path; only the tests' factories live there
     path = ["-P"] if factory.startswith("optkit.") else []
     ours, theirs = socket.socketpair()
-    arguments = {"--fd": theirs.fileno(), "--parent": os.getpid(), "--factory": factory}
+    arguments = {
+        "--fd": theirs.fileno(),
+        "--parent": os.getpid(),
+        "--factory": factory,
+        "--artifact": artifact,
+    }
     command = [sys.executable, *path, "-m", "optkit.runtime.process.worker"]
     command += [f"{name}={value}" for name, value in arguments.items()]
     with theirs:

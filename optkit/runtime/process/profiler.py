@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from optkit.errors import UserError
 from optkit.profiling.observer import NoObserver
@@ -47,13 +47,12 @@ class EngineProfiler:
         return ipc.Profiled(asked.request_id)
 
     def _make(self, steps: int) -> Recording | DeviceRecording:
-        from optkit.lowering.lower import Executable
         from optkit.profiling.recording import Recording
 
-        model = getattr(self.engine.runner, "model", None)
-        if not isinstance(model, Executable):
+        model: Any = getattr(self.engine.runner, "model", None)
+        if not hasattr(model, "variants"):
             raise UserError("this engine runs no graph of optkit", where="profile")
-        if model.device.type != "cpu":
+        if str(model.device) != "cpu":
             from optkit.runtime.cuda.profile import DeviceRecording
 
             return DeviceRecording(model.device, steps)

@@ -32,11 +32,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from optkit.errors import UserError
+from optkit.kernels.cpu.threads import set_threads
 from optkit.machine import logs
 from optkit.machine.parent import die_with_parent, leave_signals_to_parent
+from optkit.machine.target import usable_cores
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.process import ipc
 from optkit.runtime.process.profiler import WHILE_WRITING_SECONDS, EngineProfiler
+from optkit.runtime.saving import has_saved
 from optkit.runtime.types import (
     EngineLost,
     EngineOverload,
@@ -249,7 +252,7 @@ def embedded(message: Embedding) -> ipc.Embedded:
     if message.error is not None:
         return ipc.Embedded(message.request_id, error=message.error)
     vectors = message.stacked()
-    return ipc.Embedded(message.request_id, vectors.numpy().tobytes(), vectors.shape[1])
+    return ipc.Embedded(message.request_id, vectors.tobytes(), vectors.shape[1])
 
 
 def failed_output(request_id: str, error: str, retry_after: float | None = None) -> TokenOutput:
@@ -294,11 +297,6 @@ def resolve(factory: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), function)
 
 
-def cores() -> int:
-    """The number of cores of the process."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def first_message(sock: socket.socket, frames: ipc.FrameReader) -> ipc.Load:
     """Wait for the ``Load`` message."""
     messages: list[ipc.ToWorker] = []
@@ -313,13 +311,13 @@ def first_message(sock: socket.socket, frames: ipc.FrameReader) -> ipc.Load:
 def load(args: argparse.Namespace, sock: socket.socket, frames: ipc.FrameReader) -> tuple[Engine, EngineInfo]:
     """The engine and its info. Imports come first, while the parent imports, too."""
     gc.disable()  # imported modules live as long as the process: collections would look at them in vain
-    import torch
-
     factory = resolve(args.factory)
+    if not has_saved(args.artifact):  # a model has to be lowered
+        importlib.import_module("torch")
     gc.freeze()
     gc.enable()
     message = first_message(sock, frames)
-    torch.set_num_threads(message.options.threads or cores())
+    set_threads(message.options.threads or usable_cores())
     start = time.monotonic()
     engine = factory(message.artifact_dir, message.options)
     if message.cache_secret:
@@ -341,6 +339,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--fd", type=int, required=True, help="the inherited socket")
     parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
     parser.add_argument("--factory", required=True, help="module:function that builds the engine")
+    parser.add_argument("--artifact", default="", help="the artifact to come, where it is known")
     return parser.parse_args(argv)
 
 

@@ -37,20 +37,13 @@ class Follower:
 
     def allocate(self, pools: Allocate) -> Callable[[Step], None]:
         """Allocate KV pools of the rank; the function for a step on the pools."""
-        import torch
-
         from optkit.graph.kv_layout import layout_of
         from optkit.runtime.runner import ModelRunner
 
         layout = layout_of(self.model.states, pools.windows)
         runner = ModelRunner(self.model, pools.num_blocks, pools.block_tokens, layout=layout)
 
-        @torch.inference_mode()
-        def step(message: Step) -> None:
-            inputs = {name: torch.from_numpy(array) for name, array in message.arrays().items()}
-            self.model(inputs | runner.kv_pools)
-
-        return step
+        return lambda message: runner.run(message.arrays())
 
 
 def serve(sock: socket.socket, region_fd: int) -> None:

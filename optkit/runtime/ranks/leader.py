@@ -9,9 +9,11 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-import torch
+import numpy as np
 
 from optkit.cancellation import uncancellable
 from optkit.errors import UserError
@@ -144,7 +146,7 @@ class RankedRunner(ModelRunner):
         self.kv_bytes *= ranks.size
         ranks.send(Allocate(num_blocks, block_size, self.kv_windows))
 
-    def execute(self, batch: Batch) -> torch.Tensor:
+    def execute(self, batch: Batch) -> Any:
         """See ``ModelRunner.execute``. A step is not cancelled, since the other ranks run to the end.
 
         Raises:
@@ -157,7 +159,7 @@ class RankedRunner(ModelRunner):
             logger.exception("a step of %d ranks failed", self.ranks.size)
             raise EngineLost(self.ranks.lost or f"a step failed: {error}") from error
 
-    def run(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def run(self, arrays: Mapping[str, np.ndarray]) -> Any:
         """Run the graph in all ranks."""
-        self.ranks.send(Step.of({name: tensor.numpy() for name, tensor in inputs.items()}))
-        return super().run(inputs)
+        self.ranks.send(Step.of(arrays))
+        return super().run(arrays)

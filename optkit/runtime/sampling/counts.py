@@ -1,7 +1,7 @@
 """Counts of the tokens of a long answer, for penalties: the time of a step does not grow with the answer.
 
 All tokens but the last few are counted once. The last ``TAIL`` to 2 ``TAIL`` tokens are counted in each step, since
-guesses come and go at the end of a list of tokens. The counting is NumPy's on every device: some hundred small numbers.
+guesses come and go at the end of a list of tokens.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from optkit.recipe.engine_options import MAX_GUESSES
 
@@ -90,32 +88,31 @@ def left_out(request: Request) -> Sequence[int]:
     return request.positions.left_out if request.positions is not None else ()
 
 
-def seen_tokens(request: Request, like: Tensor) -> Tensor:
-    """The tokens of prompt and answer, each once in any order, [n] int64, for logits ``like`` [V]."""
+def seen_tokens(request: Request, size: int) -> np.ndarray:
+    """The tokens of prompt and answer, each once in any order, [n] int64, of a vocabulary of ``size`` tokens."""
     if len(request.token_ids) > 2 * TAIL:
-        seen = counts_of(request, like).seen(request)
-    else:
-        seen = np.unique(array([*request.token_ids, *left_out(request)]))
-    return torch.from_numpy(seen).to(like.device)
+        return counts_of(request, size).seen(request)
+    return np.unique(array([*request.token_ids, *left_out(request)]))
 
 
-def last_tokens(request: Request, count: int, like: Tensor) -> Tensor:
-    """The last ``count`` tokens of prompt and answer, each once, [n] int64, for logits ``like`` [V]."""
-    found = request.token_ids[len(request.token_ids) - count :]
-    return torch.from_numpy(np.unique(array(found))).to(like.device)
+def last_tokens(request: Request, count: int) -> np.ndarray:
+    """The last ``count`` tokens of prompt and answer, each once, [n] int64."""
+    return np.unique(array(request.token_ids[len(request.token_ids) - count :]))
 
 
-def output_counts(request: Request, like: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens of the answer, each once in any order, and the number of each, [n] int64, for logits ``like`` [V]."""
+def output_counts(request: Request, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of the answer, each once in any order, and the number of each, both [n] int64.
+
+    Args:
+        size: number of tokens of the vocabulary.
+    """
     if len(request.token_ids) > 2 * TAIL:
-        tokens, counts = counts_of(request, like).output(request)
-    else:
-        tokens, counts = np.unique(array(request.output_ids), return_counts=True)
-    return torch.from_numpy(tokens).to(like.device), torch.from_numpy(counts).to(like.device)
+        return counts_of(request, size).output(request)
+    return np.unique(array(request.output_ids), return_counts=True)
 
 
-def counts_of(request: Request, like: Tensor) -> TokenCounts:
+def counts_of(request: Request, size: int) -> TokenCounts:
     """The counts kept by ``request``; new ones where the tokens end before what was settled."""
     if request.counts is None or len(request.token_ids) < request.counts.end:
-        request.counts = TokenCounts(request, len(like))
+        request.counts = TokenCounts(request, size)
     return request.counts

@@ -12,37 +12,60 @@ scored chunk as any other. A preempted request computes the prompt again and rep
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
-from torch import Tensor
+import numpy as np
 
-from optkit.runtime.sampling.threads import one_thread
+from optkit.runtime.sampling.rows import largest, on_host
 from optkit.runtime.types import Batch, Failure, Runner, ScheduledRequest, TokenLogprob, TokenOutput
+
+if TYPE_CHECKING:
+    from optkit.runtime.sampling.rows import Logits
 
 MAX_LOGITS = 2**24  # numbers of one piece: 64 MiB
 FLOOR = -9999.0  # for a probability of zero, whose logarithm is no JSON number
 
 
-def logprobs_of(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:
+def logprobs_of(logits: Logits, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:
     """Logprobs of ``tokens`` [L] under ``logits`` [L, V] float32, each with the ``num_top`` most likely tokens.
 
     Raises:
         ValueError: a row has no distribution (NaN, or infinity above).
     """
-    total = torch.logsumexp(logits, dim=-1)
-    if not torch.isfinite(total).all():
-        raise ValueError("the logits are not numbers")
-    index = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
-    own = (logits.gather(1, index[:, None])[:, 0] - total).clamp(min=FLOOR).tolist()
+    logits = on_host(logits)
+    if isinstance(logits, np.ndarray):
+        return [logprob_of(row, token, num_top) for row, token in zip(logits, tokens, strict=True)]
+    from optkit.runtime.cuda import device_logits
+
+    return device_logits.logprobs_of(logits, tokens, num_top)
+
+
+def logprob_of(logits: np.ndarray, token: int, num_top: int) -> TokenLogprob:
+    """``logprobs_of`` a token under a row of ``logits`` [V]; ties in order of the tokens."""
+    most, total = log_sum_exp(logits)
+    own = max(float(logits[token]) - most - total, FLOOR)
     if not num_top:
-        return [TokenLogprob(token, value) for token, value in zip(tokens, own, strict=True)]
-    values, ids = logits.topk(min(num_top, logits.shape[1]), dim=-1)
-    best = (values - total[:, None]).clamp(min=FLOOR).tolist()
-    tops = [tuple(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), best, strict=True)]
-    return [TokenLogprob(*row) for row in zip(tokens, own, tops, strict=True)]
+        return TokenLogprob(token, own)
+    best = largest(logits, num_top)
+    values = np.maximum(logits[best].astype(np.float64) - most - total, FLOOR)
+    return TokenLogprob(token, own, tuple(zip(best.tolist(), values.tolist(), strict=True)))
+
+
+def log_sum_exp(logits: np.ndarray) -> tuple[float, float]:
+    """The largest of ``logits`` [V] float32, and the logarithm of the sum of exponentials of the differences.
+
+    Raises:
+        ValueError: the largest logit is no finite number.
+    """
+    most = logits.max()
+    if not np.isfinite(most):
+        raise ValueError("the logits are not numbers")
+    shifted = logits - most
+    return float(most), math.log(np.exp(shifted, out=shifted).sum(dtype=np.float64))
 
 
 class LogprobRunner:
@@ -54,30 +77,32 @@ class LogprobRunner:
         self._generated: dict[str, list[TokenLogprob]] = {}
         self._piece = max(1, MAX_LOGITS // runner.vocab_size)
 
-    def execute(self, batch: Batch) -> Tensor:
-        """Logits [L, V] float32, in batch order: the last row and the draft's rows of items with ``needs_logits``."""
+    def execute(self, batch: Batch) -> Logits:
+        """Logits [L, V] float32, in batch order: the last row and the draft's rows of items with ``needs_logits``.
+
+        An array, or a tensor on a device.
+        """
         plain = tuple(item for item in batch.items if not is_scored(item))
         if len(plain) == len(batch.items):
-            return self._runner.execute(batch)
-        rows = iter(self._runner.execute(Batch(plain)) if plain else ())
-        found = []
+            return on_host(self._runner.execute(batch))
+        rows = iter(on_host(self._runner.execute(Batch(plain))) if plain else ())
+        found = list[Any]()
         for item in batch.items:
             if is_scored(item):
                 last = self._score(item)
                 found += [last] if item.needs_logits else []
             else:
                 found += itertools.islice(rows, item.num_logits)
-        return torch.stack(found) if found else torch.zeros(0, self._runner.vocab_size)
+        return stacked(found) if found else np.zeros((0, self._runner.vocab_size), dtype=np.float32)
 
     def record(
-        self, items: Sequence[ScheduledRequest], logits: Tensor, tokens: Sequence[int | Failure]
+        self, items: Sequence[ScheduledRequest], logits: Logits, tokens: Sequence[int | Failure]
     ) -> None:
         """Keep the logprobs of ``tokens`` [L], just sampled from ``logits`` [L, V] for ``items`` [L]."""
         for row, (item, token) in enumerate(zip(items, tokens, strict=True)):
             request = item.request.received
             if request.sampling.logprobs is not None and not isinstance(token, Failure):
-                with one_thread():
-                    found = logprobs_of(logits[row : row + 1], [token], request.sampling.logprobs)
+                found = logprobs_of(logits[row : row + 1], [token], request.sampling.logprobs)
                 self._generated[request.request_id] = found
 
     def attach(self, batch: Batch, outputs: Sequence[TokenOutput]) -> list[TokenOutput]:
@@ -105,14 +130,14 @@ class LogprobRunner:
         self._generated.clear()
         return merged
 
-    def _score(self, item: ScheduledRequest) -> Tensor:
+    def _score(self, item: ScheduledRequest) -> Logits:
         """Run one chunk in pieces, keep the logprobs of the prompt tokens, and return the last token's logits [V]."""
         request, found = item.request, list[TokenLogprob]()
         num_top = request.sampling.prompt_logprobs or 0
-        logits = torch.empty(0)
+        logits: Logits = np.zeros(0)
         for piece in pieces(item, self._piece):
             start = piece.request.num_computed
-            logits = self._runner.execute(Batch((piece,)))
+            logits = on_host(self._runner.execute(Batch((piece,))))
             skip = min(
                 max(request.num_scored - start, 0), piece.num_new
             )  # row i speaks of token start + i + 1
@@ -120,6 +145,15 @@ class LogprobRunner:
             found += logprobs_of(logits[skip : skip + len(tokens)], tokens, num_top) if tokens else []
         self._prompt[request.request_id] = found
         return logits[-1]
+
+
+def stacked(rows: Sequence[Any]) -> Logits:
+    """``rows`` of logits [V] of one kind as [n, V]."""
+    if isinstance(rows[0], np.ndarray):
+        return np.stack(rows)
+    from optkit.runtime.cuda import device_logits
+
+    return device_logits.stacked(rows)
 
 
 def is_scored(item: ScheduledRequest) -> bool:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from torch import Tensor
+
+from optkit.runtime.sampling.rows import largest
 
 KEPT = 4  # tokens of a row of logits
 RANGE = 4.0  # nats below the largest logit
 ENTRIES = 1 << 15  # pairs and tokens, the oldest are forgotten: some 8 MB
-ROWS = 64  # of the table that logits are searched in
 
 Key = tuple[int, ...]
 
@@ -36,7 +36,7 @@ class Recycled:
             del self._likely[next(iter(self._likely))]
 
     def collect(
-        self, known: Sequence[int], tokens: Sequence[int], logits: Tensor, rows: Sequence[int]
+        self, known: Sequence[int], tokens: Sequence[int], logits: np.ndarray, rows: Sequence[int]
     ) -> None:
         """Keep the likeliest tokens of a request's step.
 
@@ -60,20 +60,8 @@ class Recycled:
         return 0, ()
 
 
-def likeliest(logits: Tensor) -> tuple[int, ...]:
-    """The ``KEPT`` likeliest tokens of logits [V] on the CPU within ``RANGE`` of the largest, the likeliest first."""
-    values = logits.numpy()
-    width = -(-len(values) // ROWS)
-    table = (
-        np.pad(values, (0, ROWS * width - len(values)), constant_values=-np.inf)
-        if len(values) % ROWS
-        else values
-    )
-    table = table.reshape(ROWS, width)
-    tops = table.max(axis=0)  # one pass over all logits; the rest looks at a few columns
-    least = tops.max() - RANGE
-    columns = np.flatnonzero(tops > least)
-    rows, places = np.nonzero(table[:, columns] > least)
-    near = rows * width + columns[places]
-    order = np.lexsort((near, -values[near]))[:KEPT]
-    return tuple(near[order].tolist())
+def likeliest(logits: np.ndarray) -> tuple[int, ...]:
+    """The ``KEPT`` likeliest tokens of ``logits`` [V] within ``RANGE`` of the largest, the likeliest first."""
+    found = largest(logits, KEPT)
+    values = logits[found]
+    return tuple(found[values > values[:1] - RANGE].tolist())

@@ -12,11 +12,14 @@ Randomness is counter-based: token ``n`` of a seeded request uses the uniform nu
 generator state, so neither the other requests of a batch nor a preemption change a draw. A draw is the inverse CDF at
 the number: a cumulative sum over the vocabulary instead of a random tensor.
 
-On a CPU the native sampler (``optkit.kernels.cpu.sampling``) takes all rows in one call: 0.03 ms for a draw from 49,152
-logits, where torch takes 0.5. Without native kernels, and for logits on a GPU, torch draws row by row. The two differ
-by rounding, and where tokens tie at the edge of ``top_p``: torch keeps the first, the native sampler all.
+Logits in memory of the CPU are arrays. The native sampler (``optkit.kernels.cpu.sampling``) takes all rows in one call:
+0.03 ms for a draw from 49,152 logits, where NumPy takes 0.3. Without native kernels NumPy draws row by row. The two
+differ by rounding, and where tokens tie at the edge of ``top_p``: NumPy keeps the first, the native sampler all. On a
+device only maxima are found; rows of requests with further parameters are copied to the host
+(``optkit.runtime.cuda.device_logits``).
 
-The tokens that a constraint allows are a mask of bits. The native sampler reads it; torch gets -infinity for the rest.
+The tokens that a constraint allows are a mask of bits, which the native sampler reads; NumPy sets the other logits to
+-infinity.
 
 A NaN, an exception, or the exclusion of all tokens in a row is the ``Failure`` of the row's request; the rest are not
 affected.
@@ -26,18 +29,15 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import random
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from optkit.kernels.cpu import native, sampling
 from optkit.runtime.sampling.counts import last_tokens, output_counts, seen_tokens
-from optkit.runtime.sampling.threads import one_thread
+from optkit.runtime.sampling.rows import largest, on_host
 from optkit.runtime.types import (
     CONSTRAINT_FAILED,
     NO_TOKEN_LEFT,
@@ -47,14 +47,15 @@ from optkit.runtime.types import (
     SamplingParams,
 )
 
+if TYPE_CHECKING:
+    from optkit.runtime.sampling.rows import Logits
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 GREEDY_BELOW = 1e-5  # a smaller temperature is greedy, as in vLLM
-TOP_P_GUESS = (
-    512  # the nucleus nearly always lies in so few tokens, which are cheaper to find than the exact cut
-)
+UNLIKELY = 2.0**-12  # share of the largest probability; the nucleus nearly always lies above
 BAD_LOGITS = Failure("the model produced invalid numbers for this request")
 BAD_ROW = Failure("sampling failed for this request")
 OUTSIDE_CONSTRAINT = Failure(CONSTRAINT_FAILED)
@@ -65,23 +66,24 @@ NATIVE_FAILURES: dict[int, int | Failure] = {
 }
 
 
-def sample(logits: Tensor, requests: Sequence[Request]) -> list[int | Failure]:
+def sample(logits: Logits, requests: Sequence[Request]) -> list[int | Failure]:
     """A token per row of ``logits`` [L, V] float32; row i belongs to ``requests[i]``."""
     if not requests:
         return []
-    if logits.device.type == "cpu" and native.available():
-        return sample_natively(logits.contiguous(), requests)
-    argmax, finite = best_tokens(logits)
-    tokens: list[int | Failure] = list(argmax)
-    drawn = [row for row, request in enumerate(requests) if finite[row] and not is_plain_greedy(request)]
-    if drawn:
-        with one_thread():
-            for row in drawn:
-                tokens[row] = guarded(sample_row, logits[row], requests[row])
-    return [token if finite[row] else BAD_LOGITS for row, token in enumerate(tokens)]
+    logits = on_host(logits)
+    if not isinstance(logits, np.ndarray):
+        from optkit.runtime.cuda import device_logits
+
+        return device_logits.sample(logits, requests)
+    if native.available():
+        return sample_natively(np.ascontiguousarray(logits), requests)
+    tokens = greedy_tokens(*best_tokens(logits))
+    for row in drawn_rows(tokens, requests):
+        tokens[row] = guarded(sample_row, logits[row], requests[row])
+    return tokens
 
 
-def sample_natively(logits: Tensor, requests: Sequence[Request]) -> list[int | Failure]:
+def sample_natively(logits: np.ndarray, requests: Sequence[Request]) -> list[int | Failure]:
     """``sample`` in one native call; ``logits`` are contiguous."""
     prepared = [guarded(native_row, row, request) for row, request in zip(logits, requests, strict=True)]
     rows = [row[0] for row in prepared if not isinstance(row, Failure)]
@@ -96,19 +98,18 @@ def sample_natively(logits: Tensor, requests: Sequence[Request]) -> list[int | F
     ]
 
 
-def no_token(logits: Tensor, request: Request) -> Failure:
+def no_token(logits: np.ndarray, request: Request) -> Failure:
     """The reason of a row without a token: the model's logits [V], or the request's own exclusions."""
     excludes = request.matcher is not None or is_steered(request)
-    return NONE_LEFT if excludes and torch.isfinite(logits.max()) else BAD_LOGITS
+    return NONE_LEFT if excludes and np.isfinite(logits.max()) else BAD_LOGITS
 
 
-def native_row(logits: Tensor, request: Request) -> tuple[bytes, Tensor, np.ndarray | None]:
+def native_row(logits: np.ndarray, request: Request) -> tuple[bytes, np.ndarray, np.ndarray | None]:
     """The row of ``logits`` [V] for the native sampler, with the arrays that the row points to."""
     p, width = request.sampling, len(logits)
     allowed = request.matcher.allowed(request.output_ids) if request.matcher else None
     if is_steered(request):
-        with one_thread():
-            logits = steer(logits, request)
+        logits = steer(logits, request)
     if p.temperature < GREEDY_BELOW:
         return sampling.row(logits, width, 0.0, 0, 1.0, 0.0, 0.0, allowed), logits, allowed
     u = uniform(p.seed, request.num_output)
@@ -116,17 +117,32 @@ def native_row(logits: Tensor, request: Request) -> tuple[bytes, Tensor, np.ndar
     return row, logits, allowed
 
 
-def best_tokens(logits: Tensor) -> tuple[list[int], list[bool]]:
-    """The first largest logit of each row, and True for each row with a finite largest logit.
+def best_tokens(logits: Logits) -> tuple[list[int], list[bool]]:
+    """The largest logit of each row of ``logits`` [L, V], and True for each row with a finite largest logit.
 
-    A row with NaN gives False. On the CPU numpy's argmax takes a tenth of torch's time on a row.
+    Of equal logits in memory of the CPU the first counts. A row with NaN gives False.
     """
-    if logits.device.type == "cpu":
-        rows = logits.numpy()
-        argmax = rows.argmax(axis=1)
-        return argmax.tolist(), np.isfinite(rows[np.arange(len(rows)), argmax]).tolist()
-    best, index = logits.max(dim=-1)
-    return index.tolist(), torch.isfinite(best).tolist()
+    logits = on_host(logits)
+    if not isinstance(logits, np.ndarray):
+        from optkit.runtime.cuda import device_logits
+
+        return device_logits.best_tokens(logits)
+    argmax = logits.argmax(axis=1)
+    return argmax.tolist(), np.isfinite(logits[np.arange(len(logits)), argmax]).tolist()
+
+
+def greedy_tokens(best: Sequence[int], finite: Sequence[bool]) -> list[int | Failure]:
+    """The outcome of each row by its largest logit alone, from the results of ``best_tokens``."""
+    return [token if good else BAD_LOGITS for token, good in zip(best, finite, strict=True)]
+
+
+def drawn_rows(tokens: Sequence[int | Failure], requests: Sequence[Request]) -> list[int]:
+    """The rows of numbers whose request asks for more than the largest logit, the token in ``tokens``."""
+    return [
+        row
+        for row, (token, request) in enumerate(zip(tokens, requests, strict=True))
+        if not (isinstance(token, Failure) or is_plain_greedy(request))
+    ]
 
 
 def is_plain_greedy(request: Request) -> bool:
@@ -145,7 +161,7 @@ def has_penalties(p: SamplingParams) -> bool:
     return p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
 
 
-def guarded(work: Callable[[Tensor, Request], T], row: Tensor, request: Request) -> T | Failure:
+def guarded(work: Callable[[np.ndarray, Request], T], row: np.ndarray, request: Request) -> T | Failure:
     """``work(row, request)`` behind the error boundary of a request."""
     try:
         return work(row, request)
@@ -157,48 +173,60 @@ def guarded(work: Callable[[Tensor, Request], T], row: Tensor, request: Request)
         return BAD_ROW
 
 
-def sample_row(logits: Tensor, request: Request) -> int | Failure:
-    """A token from ``logits`` [V] by the request's own parameters, by torch."""
+def sample_row(logits: np.ndarray, request: Request) -> int | Failure:
+    """A token from ``logits`` [V] by the request's own parameters, by NumPy."""
     p, given = request.sampling, logits
     logits = keep_allowed(steer(logits, request), request)
-    if not torch.isfinite(logits.max()):
+    if not np.isfinite(logits.max()):
         return no_token(given, request)
     if p.temperature < GREEDY_BELOW:
         return int(logits.argmax())
     return draw(distribution(logits, p), uniform(p.seed, request.num_output))
 
 
-def steer(logits: Tensor, request: Request) -> Tensor:
+def steer(logits: np.ndarray, request: Request) -> np.ndarray:
     """Logits [V] after all but the constraint; the argument is not changed."""
     logits = restrict(logits, request)
     return penalize(logits, request) if has_penalties(request.sampling) else logits
 
 
-def keep_allowed(logits: Tensor, request: Request) -> Tensor:
+def keep_allowed(logits: np.ndarray, request: Request) -> np.ndarray:
     """Logits [V] with -infinity for the tokens that the constraint excludes; the argument is not changed."""
     if request.matcher is None:
         return logits
     bits = request.matcher.allowed(request.output_ids).view(np.uint8)
     allowed = np.unpackbits(bits, count=len(logits), bitorder="little").astype(bool)
-    return logits.masked_fill(~torch.from_numpy(allowed).to(logits.device), -math.inf)
+    return np.where(allowed, logits, np.float32(-np.inf))
 
 
-def restrict(logits: Tensor, request: Request) -> Tensor:
+def restrict(logits: np.ndarray, request: Request) -> np.ndarray:
     """Logits [V] after allowed tokens, bias, ``min_tokens`` and bad words; the argument is not changed."""
     p = request.sampling
+    given, logits = logits, logits.copy()
     if p.allowed_token_ids:
-        allowed = torch.tensor(p.allowed_token_ids, device=logits.device)
-        logits = torch.full_like(logits, -math.inf).index_copy_(0, allowed, logits[allowed])
+        allowed = places(p.allowed_token_ids)
+        logits.fill(-np.inf)
+        logits[allowed] = given[allowed]
     if p.logit_bias:
-        tokens, bias = (
-            torch.tensor(column, device=logits.device) for column in zip(*p.logit_bias, strict=True)
-        )
-        logits = logits.index_add(0, tokens, bias.to(logits.dtype))
+        tokens, bias = zip(*p.logit_bias, strict=True)
+        np.add.at(logits, places(tokens), np.array(bias, dtype=logits.dtype))
     if request.num_output < p.min_tokens and p.stop_token_ids:
-        logits = logits.index_fill(0, torch.tensor(p.stop_token_ids, device=logits.device), -math.inf)
+        logits[places(p.stop_token_ids)] = -np.inf
     if last := ends_of_bad_words(p.bad_words, request.output_ids) if p.bad_words else []:
-        logits = logits.index_fill(0, torch.tensor(last, device=logits.device), -math.inf)
+        logits[places(last)] = -np.inf
     return logits
+
+
+def places(tokens: Sequence[int]) -> np.ndarray:
+    """``tokens`` as places in a row of logits, [n] int64.
+
+    Raises:
+        IndexError: a token is negative. A token beyond the row is refused by the use of the places.
+    """
+    found = np.array(tokens, dtype=np.int64)
+    if found.min() < 0:
+        raise IndexError(f"{found.min()} is no token")
+    return found
 
 
 def ends_of_bad_words(words: Sequence[Sequence[int]], output: Sequence[int]) -> list[int]:
@@ -210,83 +238,66 @@ def ends_of_bad_words(words: Sequence[Sequence[int]], output: Sequence[int]) -> 
     ]
 
 
-def penalize(logits: Tensor, request: Request) -> Tensor:
+def penalize(logits: np.ndarray, request: Request) -> np.ndarray:
     """Repetition (Keskar et al. 2019) over the last tokens; frequency and presence (OpenAI) over the output."""
     p = request.sampling
-    logits = logits.clone()
+    logits = logits.copy()
     if p.repetition_penalty != 1.0 and p.repeat_last_n:
-        seen = penalized(request, logits)
+        seen = penalized(request, len(logits))
         values = logits[seen]
-        logits[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
+        logits[seen] = np.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
     if p.frequency_penalty == p.presence_penalty == 0.0:
         return logits
-    tokens, counts = output_counts(request, logits)
-    logits[tokens] -= p.frequency_penalty * counts + p.presence_penalty
+    tokens, counts = output_counts(request, len(logits))
+    logits[tokens] -= p.frequency_penalty * counts.astype(logits.dtype) + p.presence_penalty
     return logits
 
 
-def penalized(request: Request, logits: Tensor) -> Tensor:
+def penalized(request: Request, size: int) -> np.ndarray:
     """The tokens under ``repetition_penalty``, [n] int64: the last ``repeat_last_n``, or ``seen_tokens``."""
     last = request.sampling.repeat_last_n
     if 0 <= last <= len(request.token_ids):
-        return last_tokens(request, last, logits)
-    return seen_tokens(request, logits)
+        return last_tokens(request, last)
+    return seen_tokens(request, size)
 
 
-def distribution(logits: Tensor, p: SamplingParams) -> Tensor:
-    """Probabilities [V] float32 after temperature and the filters; filtered tokens have 0. Not normalised."""
-    probs = torch.softmax(logits / p.temperature, dim=-1)
+def distribution(logits: np.ndarray, p: SamplingParams) -> np.ndarray:
+    """Probabilities [V] float64 after temperature and the filters; filtered tokens have 0. Not normalised."""
+    scaled = logits.astype(np.float64) / p.temperature
+    probs = np.exp(scaled - scaled.max())
+    probs /= probs.sum()
     if p.min_p > 0.0:
-        probs = probs.masked_fill(probs < p.min_p * probs.max(), 0.0)
+        probs[probs < p.min_p * probs.max()] = 0.0
     if 0 < p.top_k < len(probs):
-        kth = probs.topk(p.top_k).values[-1]
-        probs = probs.masked_fill(probs < kth, 0.0)
+        probs[probs < probs[largest(probs, p.top_k)[-1]]] = 0.0
     return nucleus(probs, p.top_p) if p.top_p < 1.0 else probs
 
 
-def nucleus(probs: Tensor, top_p: float) -> Tensor:
-    """Keep the smallest set of most likely tokens whose share reaches ``top_p`` (Holtzman et al. 2019)."""
-    goal = top_p * probs.sum()
-    values, tokens = probs.topk(min(TOP_P_GUESS, len(probs)))
-    mass = values.cumsum(0)
-    if mass[-1] < goal:
-        return wide_nucleus(probs, top_p)
-    keep = mass - values < goal
-    keep[0] = True
-    return torch.zeros_like(probs).index_copy_(0, tokens, values * keep)
+def nucleus(probs: np.ndarray, top_p: float) -> np.ndarray:
+    """Keep the smallest set of most likely tokens whose share reaches ``top_p`` (Holtzman et al. 2019).
 
-
-def wide_nucleus(probs: Tensor, top_p: float) -> Tensor:
-    """``nucleus`` for a flat distribution, by radix selection instead of a sort of the vocabulary.
-
-    The bits of positive floats are ordered as the floats. So two sums over 65,536 buckets, first by the upper and
-    then by the lower 16 bits, find the probability at which the mass of the likelier tokens reaches the goal.
+    Of equally likely tokens at the edge the first stay.
     """
-    mass, bits = probs.double(), probs.view(torch.int32)
-    goal = top_p * float(mass.sum())
-    upper, above = passing_bucket(bits >> 16, mass, goal)
-    inside = bits >> 16 == upper
-    lower, between = passing_bucket(bits[inside] & 0xFFFF, mass[inside], goal - above)
-    cut = upper << 16 | lower
-    ties = (bits == cut).nonzero()[:, 0]
-    num_kept = max(1, math.ceil((goal - above - between) / float(mass[ties[0]])))
-    return probs.masked_fill(bits < cut, 0.0).index_fill_(0, ties[num_kept:], 0.0)
+    goal = top_p * probs.sum()
+    values = probs[probs >= UNLIKELY * probs.max()]
+    if not values.sum() >= goal:  # also where the probabilities are no numbers
+        values = probs
+    values = np.sort(values)[::-1]
+    count = min(int(np.searchsorted(values.cumsum(), goal)) + 1, len(values))
+    cut = values[count - 1]
+    kept = np.where(probs > cut, probs, 0.0)
+    ties = np.flatnonzero(probs == cut)
+    kept[ties[: count - np.count_nonzero(kept)]] = cut
+    return kept
 
 
-def passing_bucket(keys: Tensor, mass: Tensor, goal: float) -> tuple[int, float]:
-    """From the largest key down, the key at which the summed ``mass`` reaches ``goal``, and the mass above the key."""
-    totals = torch.bincount(keys, mass).flip(0).cumsum(0)
-    at = int(torch.searchsorted(totals, min(goal, float(totals[-1]))))  # a sum may round below the goal
-    return len(totals) - 1 - at, float(totals[at - 1]) if at else 0.0
-
-
-def draw(probs: Tensor, u: float) -> int:
+def draw(probs: np.ndarray, u: float) -> int:
     """The token at which the cumulative probability passes ``u`` in [0, 1)."""
-    mass = probs.double().cumsum(0)
-    if not 0.0 < float(mass[-1]) < float("inf"):
+    mass = probs.cumsum()
+    if not 0.0 < mass[-1] < np.inf:
         raise ValueError("the probabilities are not numbers")
-    token = int(torch.searchsorted(mass, u * mass[-1], right=True))
-    return token if token < len(probs) else int(probs.nonzero()[-1])
+    token = int(np.searchsorted(mass, u * mass[-1], side="right"))
+    return token if token < len(probs) else int(np.flatnonzero(probs)[-1])
 
 
 def uniform(seed: int | None, counter: int) -> float:

@@ -17,13 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from optkit.runtime.draft_tree import Move, child, move_to_branch
 from optkit.runtime.sampling.sampler import sample
 from optkit.runtime.scheduling.scheduler import Result
 from optkit.runtime.types import Failure, ScheduledRequest
+
+if TYPE_CHECKING:
+    from optkit.runtime.sampling.rows import Logits
 
 
 def first_rows(items: Sequence[ScheduledRequest]) -> list[int]:
@@ -44,7 +46,7 @@ class Followed:
 
 
 def verify(
-    items: Sequence[ScheduledRequest], sampled: Sequence[int | Failure], logits: Tensor, rows: Sequence[int]
+    items: Sequence[ScheduledRequest], sampled: Sequence[int | Failure], logits: Logits, rows: Sequence[int]
 ) -> list[Followed | Failure]:
     """For each item the right tokens of the draft and the next token, or the failure.
 
@@ -66,7 +68,7 @@ def moves_of(items: Sequence[ScheduledRequest], found: Sequence[Followed | Failu
     return moves
 
 
-def follow(item: ScheduledRequest, token: int, logits: Tensor) -> Followed:
+def follow(item: ScheduledRequest, token: int, logits: Logits) -> Followed:
     """``token`` and, as long as a guess equals the sampled token, the samples from ``logits`` [1 + draft, V]."""
     request, tokens, rows = item.request, [token], list[int]()
     length = len(request.token_ids)

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from torch import Tensor
+import numpy as np
 
 from optkit.runtime.draft_tree import first_branch
 from optkit.runtime.sampling.proposer import SpeculationStats
@@ -21,6 +21,7 @@ from optkit.runtime.scheduling.cost_model import step_work
 from optkit.runtime.types import ConstraintFailed, Failure, Request, ScheduledRequest
 
 if TYPE_CHECKING:
+    from optkit.runtime.sampling.rows import Logits
     from optkit.runtime.sampling.speculative import Followed
 
 logger = logging.getLogger(__name__)
@@ -85,11 +86,14 @@ class Drafts:
         self,
         items: Sequence[ScheduledRequest],
         found: Sequence[Followed | Failure],
-        logits: Tensor,
+        logits: Logits,
         rows: Sequence[int],
     ) -> None:
-        """Recycle the logits of a step, before its tokens join the requests; ``rows`` as of ``verify``."""
-        if not isinstance(self.proposer, TreeSpeculator) or logits.device.type != "cpu":
+        """Recycle the logits of a step, before its tokens join the requests; ``rows`` as of ``verify``.
+
+        The logits of a device are left there.
+        """
+        if not isinstance(self.proposer, TreeSpeculator) or not isinstance(logits, np.ndarray):
             return
         recycled = self.proposer.recycled
         if recycled is None:

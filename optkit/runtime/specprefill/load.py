@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 from optkit.artifact.open import Artifact
 from optkit.errors import UserError
-from optkit.graph.ir import Graph
-from optkit.runtime.specprefill.graph import ScoredLayer, default_layers, num_attention_layers, scoring_graph
 from optkit.runtime.specprefill.queue import ScoringQueue, SpecPrefillOptions
-from optkit.runtime.specprefill.scorer import PromptScorer
 
 if TYPE_CHECKING:
+    from optkit.graph.ir import Graph
     from optkit.graph.variants import SharedWeights
     from optkit.recipe.engine_options import EngineOptions
     from optkit.runtime.scheduling.config import SchedulerConfig
+    from optkit.runtime.specprefill.graph import ScoredLayer
+    from optkit.runtime.specprefill.scorer import PromptScorer
 
 
 def check_choices(options: EngineOptions) -> None:
@@ -34,9 +34,12 @@ def check_choices(options: EngineOptions) -> None:
 
 
 def scoring_queue(
-    artifact: Artifact, shared: SharedWeights | None, options: EngineOptions, config: SchedulerConfig
+    artifact: Artifact,
+    shared: Callable[[], SharedWeights] | None,
+    options: EngineOptions,
+    config: SchedulerConfig,
 ) -> ScoringQueue:
-    """The queue of prompts to score; without ``shared``, the packed weights of the engine, every prompt is whole.
+    """The queue of prompts to score; without ``shared``, which gives packed weights, every prompt is whole.
 
     Raises:
         UserError: ``options`` ask for SpecPrefill, and the model or the engine can't leave tokens out.
@@ -54,13 +57,16 @@ def scoring_queue(
 
 
 def make_scorer(
-    artifact: Artifact, shared: SharedWeights, num_layers: int | None, config: SchedulerConfig
+    artifact: Artifact, shared: Callable[[], SharedWeights], num_layers: int | None, config: SchedulerConfig
 ) -> PromptScorer:
     """The first ``num_layers`` layers of an artifact, by default a quarter.
 
     Raises:
         UserError: tokens of a prompt can't be left out with the model, or the artifact has changed.
     """
+    from optkit.runtime.specprefill.graph import default_layers, num_attention_layers, scoring_graph
+    from optkit.runtime.specprefill.scorer import PromptScorer
+
     artifact.check_present()
     layers: list[ScoredLayer] = []
 
@@ -70,5 +76,5 @@ def make_scorer(
         layers.extend(found)
         return scoring
 
-    model = artifact.executable(shared=shared, change=first_layers)
+    model = artifact.executable(shared=shared(), change=first_layers)
     return PromptScorer(model, layers, config.block_size, config.max_num_batched_tokens)

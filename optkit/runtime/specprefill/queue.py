@@ -19,16 +19,16 @@ from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
 
 from optkit.cancellation import StepCancelled, cancellable
 from optkit.errors import UserError
+from optkit.runtime.device_fault import is_device_fault
 from optkit.runtime.scheduling.scheduler import Scheduler
 from optkit.runtime.specprefill.positions import Positions
-from optkit.runtime.specprefill.scorer import PromptScorer, Scoring
+from optkit.runtime.specprefill.scoring import Scoring
 from optkit.runtime.specprefill.settings import SpecPrefill
 from optkit.runtime.types import (
     QUEUE_TIMEOUT,
@@ -41,6 +41,9 @@ from optkit.runtime.types import (
     Request,
     TokenOutput,
 )
+
+if TYPE_CHECKING:
+    from optkit.runtime.specprefill.scorer import PromptScorer
 
 logger = logging.getLogger(__name__)
 
@@ -160,9 +163,9 @@ class ScoringQueue:
                 positions = self._scorer.advance(first.scoring, limit) if self._scorer else None
         except StepCancelled:
             return ended
-        except torch.AcceleratorError:
-            raise
-        except Exception:
+        except Exception as error:
+            if is_device_fault(error):
+                raise  # the device is gone for everyone
             logger.exception("a prompt of %d tokens could not be scored", first.received.num_prompt)
             return ended + self._hand_over(scheduler, turn, first.received)
         first.times.prefill += self.clock() - start

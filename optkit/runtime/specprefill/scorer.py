@@ -7,7 +7,6 @@ steps, as far as the model's kernels do not.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,32 +14,9 @@ from torch import Tensor
 from optkit.runtime.runner import ModelRunner, ServableModel
 from optkit.runtime.specprefill.graph import ScoredLayer
 from optkit.runtime.specprefill.positions import Positions
+from optkit.runtime.specprefill.scoring import Scoring
 from optkit.runtime.specprefill.selection import QUERIES, attention_to, importance, kept_positions
-from optkit.runtime.types import Batch, EngineRequest, Request, SamplingParams, ScheduledRequest
-
-
-@dataclass(eq=False)
-class Scoring:
-    """A prompt on the way to scores.
-
-    Attributes:
-        count: tokens to keep.
-        part: the prompt as a request of the scorer's runner.
-        queries: [up to QUERIES, columns] float32 of each layer, of the last tokens so far.
-        keys: [n, columns] float32 of each layer, for each step so far.
-    """
-
-    count: int
-    part: Request
-    queries: list[Tensor] = field(default_factory=list)
-    keys: list[list[Tensor]] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, prompt: Sequence[int], count: int) -> Scoring:
-        """The beginning, for ``prompt``, of which about ``count`` tokens are to be kept."""
-        sampling = SamplingParams(max_tokens=1)
-        shadow = EngineRequest(request_id="", prompt_ids=(), sampling=sampling, arrival=0.0)
-        return cls(count, Request(shadow, list(prompt)))
+from optkit.runtime.types import Batch, Request, ScheduledRequest
 
 
 class PromptScorer:
@@ -79,7 +55,8 @@ class PromptScorer:
             return self._last[2]
         num_new = min(part.num_pending, max(1, min(limit, self.max_tokens)))
         runner = self._prepared(part)
-        self._collect(scoring, runner.execute(Batch((ScheduledRequest(part, num_new, all_logits=True),))))
+        rows = runner.execute(Batch((ScheduledRequest(part, num_new, all_logits=True),)))
+        self._collect(scoring, torch.from_numpy(rows))
         part.num_computed += num_new
         if part.num_pending:
             return None

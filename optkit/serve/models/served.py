@@ -128,7 +128,7 @@ class ServedModel:
         return self._engine is None or self._engine.is_healthy
 
     async def load(self) -> None:
-        with launch() as launched:  # imports while the files are checked
+        with launch(artifact=str(self.directory)) as launched:  # imports while the files are checked
             artifact = await asyncio.to_thread(Artifact.open, self.directory)
             await self._start(artifact, launched)
 

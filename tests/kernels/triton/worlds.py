@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from optkit.kernels import reference
+from optkit.kernels.kv_rows import KV_SCALE_BYTES
 from optkit.kernels.reference_attention import KV_CODES, kv_planes, quantize_kv
 
 
@@ -57,7 +58,7 @@ def planar_read(cache: Tensor) -> Tensor:
 def poisoned(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
     """A pool that is full of NaN, or of bytes 0xff."""
     if dtype in KV_CODES:
-        shape = (blocks, size, heads, dim + reference.KV_SCALE_BYTES)
+        shape = (blocks, size, heads, dim + KV_SCALE_BYTES)
         return torch.full(shape, 255, dtype=torch.uint8).view(dtype)
     return torch.full((blocks, size, heads, dim), float("nan"), dtype=dtype)
 

@@ -22,6 +22,12 @@ def request(name: str, prompt: list[int], **sampling: object) -> EngineRequest:
     return EngineRequest(request_id=name, prompt_ids=tuple(prompt), sampling=params, arrival=0.0)
 
 
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Log-probabilities [V] in float64 of ``logits`` [V]."""
+    values = logits.astype(np.float64)
+    return values - np.log(np.exp(values).sum())
+
+
 class Answer:
     """Everything the engine said of one request."""
 
@@ -58,8 +64,8 @@ def expected(tokens: list[int], num_top: int) -> list[tuple[int, float, list[int
     assert isinstance(runner, FakeRunner)
     for end in range(1, len(tokens)):
         logits = runner.logits_after(np.array(tokens[:end]))
-        values = torch.log_softmax(logits, 0)
-        top = values.argsort(descending=True)[:num_top].tolist()
+        values = log_softmax(logits)
+        top = np.argsort(-values)[:num_top].tolist()
         rows.append((tokens[end], float(values[tokens[end]]), top))
     return rows
 
@@ -141,12 +147,59 @@ def test_bad_logits_in_a_prompt_fail_only_that_request() -> None:
 
 
 def test_zero_probability_is_a_number() -> None:
-    logits = torch.tensor([[0.0, -torch.inf, 1.0]])
+    logits = np.array([[0.0, -np.inf, 1.0]], dtype=np.float32)
     [entry] = logprobs_of(logits, [1], 3)
     assert entry.logprob == FLOOR
     assert entry.top[-1] == (1, FLOOR)
     with pytest.raises(ValueError, match="numbers"):
-        logprobs_of(torch.tensor([[0.0, torch.nan]]), [0], 0)
+        logprobs_of(np.array([[0.0, np.nan]], dtype=np.float32), [0], 0)
+
+
+@pytest.mark.parametrize("row", [[0.0, np.nan], [np.nan] * 3, [np.inf, 0.0], [-np.inf, -np.inf]])
+@pytest.mark.parametrize("num_top", [0, 2])
+def test_a_row_without_a_distribution_has_no_logprobs(row: list[float], num_top: int) -> None:
+    logits = np.array([[0.0] * len(row), row], dtype=np.float32)
+    with pytest.raises(ValueError, match="numbers"):
+        logprobs_of(logits, [0, 0], num_top)
+
+
+@pytest.mark.parametrize("shift", [0.0, 80.0, -3e4, 1e30])
+@pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
+def test_logprobs_are_those_of_float64(spread: float, shift: float) -> None:
+    """Also of large logits, whose exponentials are no numbers, and of a whole vocabulary."""
+    dice = np.random.default_rng(2)
+    logits = (spread * dice.standard_normal((2, 50_257), dtype=np.float32) + shift).astype(np.float32)
+    wanted = [log_softmax(row - np.float64(row.max())) for row in logits]
+    found = logprobs_of(logits, [7, 50_256], 20)
+    for entry, values, token in zip(found, wanted, [7, 50_256], strict=True):
+        order = np.argsort(-values, kind="stable")[:20].tolist()
+        assert entry.logprob == pytest.approx(values[token], abs=1e-5)
+        assert [t for t, _ in entry.top] == order
+        assert [v for _, v in entry.top] == pytest.approx(values[order].tolist(), abs=1e-5)
+
+
+def test_equally_likely_tokens_are_listed_by_their_number() -> None:
+    logits = np.array([[1.0, 3.0, 0.0, 3.0, 3.0, 1.0]] * 2, dtype=np.float32)
+    for entry in logprobs_of(logits, [3, 0], 4):
+        assert [token for token, _ in entry.top] == [1, 3, 4, 0]
+        assert entry.logprob == dict(entry.top)[entry.token_id]
+
+
+@pytest.mark.parametrize("tensors", [True, False])
+def test_logits_of_scored_and_plain_items_are_an_array_in_the_order_of_the_batch(tensors: bool) -> None:
+    engine = fake_engine()
+    execute = engine.runner.execute
+    if tensors:
+        engine.runner.execute = lambda batch: torch.from_numpy(execute(batch))  # type: ignore[method-assign]
+    for name, prompt_logprobs in (("a", None), ("b", 1), ("c", None)):
+        engine.add_request(request(name, [1, 2, ord(name) - 90], prompt_logprobs=prompt_logprobs))
+    batch = engine.scheduler.schedule()
+    found = engine.logprobs.execute(batch)
+    assert isinstance(found, np.ndarray) and found.dtype == np.float32
+    runner = engine.runner
+    assert isinstance(runner, FakeRunner)
+    wanted = [runner.logits_after(np.array(item.request.token_ids)) for item in batch.items]
+    assert np.array_equal(found, np.stack(wanted))
 
 
 def test_a_long_prompt_is_scored_in_pieces_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:

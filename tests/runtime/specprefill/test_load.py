@@ -33,7 +33,7 @@ def artifact(name: str, **overrides: Any) -> Any:
 @pytest.mark.parametrize(("asked", "wanted"), [(None, 2), (3, 3)])
 def test_the_scorer_has_a_quarter_of_the_layers_or_as_many_as_asked(asked: int | None, wanted: int) -> None:
     options = EngineOptions(specprefill_layers=asked, specprefill_threshold=99, specprefill_keep_pct=0.5)
-    queue = scoring_queue(artifact("llama", num_hidden_layers=6), SharedWeights(), options, CONFIG)
+    queue = scoring_queue(artifact("llama", num_hidden_layers=6), SharedWeights, options, CONFIG)
     assert (queue.options.enabled, queue.options.threshold, queue.options.keep_pct) == (False, 99, 0.5)
     assert len(queue.scorer().layers) == wanted and queue.scorer().max_tokens == 64
 
@@ -41,11 +41,11 @@ def test_the_scorer_has_a_quarter_of_the_layers_or_as_many_as_asked(asked: int |
 def test_a_server_with_specprefill_does_not_start_where_it_is_not_possible() -> None:
     on = EngineOptions(specprefill=True)
     with pytest.raises(UserError, match="windows"):
-        scoring_queue(artifact("gemma2"), SharedWeights(), on, CONFIG)
+        scoring_queue(artifact("gemma2"), SharedWeights, on, CONFIG)
     with pytest.raises(UserError, match="this engine can't leave tokens"):
         scoring_queue(artifact("llama"), None, on, CONFIG)
-    assert scoring_queue(artifact("llama"), SharedWeights(), on, CONFIG).options.enabled
-    scoring_queue(artifact("gemma2"), SharedWeights(), EngineOptions(), CONFIG)  # asked for by no one
+    assert scoring_queue(artifact("llama"), SharedWeights, on, CONFIG).options.enabled
+    scoring_queue(artifact("gemma2"), SharedWeights, EngineOptions(), CONFIG)  # asked for by no one
 
 
 def test_a_window_and_specprefill_for_all_requests_are_refused() -> None:

@@ -20,7 +20,8 @@ from optkit.runtime.sampling.recycling import Recycled
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.specprefill.graph import ScoredLayer, scoring_graph
 from optkit.runtime.specprefill.queue import ScoringQueue, SpecPrefillOptions
-from optkit.runtime.specprefill.scorer import PromptScorer, Scoring
+from optkit.runtime.specprefill.scorer import PromptScorer
+from optkit.runtime.specprefill.scoring import Scoring
 from optkit.runtime.specprefill.settings import SpecPrefill
 from optkit.runtime.tree_graph import with_positions
 from optkit.runtime.types import (

@@ -7,7 +7,8 @@ import torch
 from optkit.graph.ir import Graph
 from optkit.lowering.lower import lower
 from optkit.runtime.specprefill.graph import scoring_graph
-from optkit.runtime.specprefill.scorer import PromptScorer, Scoring
+from optkit.runtime.specprefill.scorer import PromptScorer
+from optkit.runtime.specprefill.scoring import Scoring
 from tests.support.graphs import random_ids
 from tests.support.target import TARGET
 from tests.support.tiny_runtime import int8_graph

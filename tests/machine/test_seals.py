@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from optkit.lowering.compiled import signature as module
-from optkit.lowering.compiled.signature import is_sealed, machine_id, seal, seal_key
+from optkit.machine import seals as module
+from optkit.machine.seals import is_sealed, machine_id, seal, seal_key
 
 
 @pytest.fixture(autouse=True)

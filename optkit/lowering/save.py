@@ -1,0 +1,134 @@
+"""Saving of lowered models whose steps are native calls alone, for starts without torch."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from optkit.errors import UserError
+from optkit.graph.states import kv_of, recurrent_of
+from optkit.kernels.cpu import native
+from optkit.kernels.cpu.call_list import ALIGN, LOGITS, CallList
+from optkit.kernels.cpu.program import Program
+from optkit.lowering import saved_file
+from optkit.lowering.launch_plan import BATCH
+from optkit.lowering.lower import Executable, LoweredVariant
+from optkit.lowering.saved_file import Calls
+
+logger = logging.getLogger(__name__)
+
+NUM_SIZED = len(BATCH) + 1  # arguments of a program before its inputs: the batch, and a KV pool
+
+
+def save(model: Executable, hidden: Executable | None, key: str) -> bool:
+    """Write ``model`` for starts without torch, if it ``is_savable``; False where it was not written.
+
+    Args:
+        hidden: the model without the output head, over the same weights; left out where it needs torch.
+        key: the name (``saved_file.key_of``).
+    """
+    if not is_savable(model):
+        return False
+    body = Body()
+    variants = [body.add(variant) for variant in model.variants]
+    without_head = hidden.variants if hidden is not None and is_savable(hidden) else ()
+    header = {
+        "kv": kv_of(model.states),
+        "recurrent": recurrent_of(model.states),
+        "vocab_size": model.vocab_size,
+        "max_model_len": model.max_model_len,
+        "keeps_all": model.keeps_all,
+        "variants": tuple(variants),
+        "hidden": tuple(body.add(variant) for variant in without_head),
+        "weight_bytes": model.weight_bytes,
+    }
+    try:
+        saved_file.write(header, body.parts, key)
+    except (OSError, UserError) as error:  # a full disk, or no private cache
+        logger.warning("the model was not saved for faster starts: %s", error)
+        return False
+    return True
+
+
+def is_savable(model: Executable) -> bool:
+    """True for a model on a CPU of native calls alone, up to ``MOST_BYTES`` of weights."""
+    return (
+        model.device.type == "cpu"
+        and native.available()
+        and model.weight_bytes <= saved_file.MOST_BYTES
+        and all(program_of(variant) is not None for variant in model.variants)
+    )
+
+
+def program_of(variant: LoweredVariant) -> tuple[Program, tuple[str, ...]] | None:
+    """The program that is all of ``variant``, with the names of its inputs; None where torch computes something."""
+    calls = [node for node in variant.module.graph.nodes if node.op not in ("placeholder", "output")]
+    if variant.special is not None or len(calls) != 2:
+        return None
+    call, first = calls
+    (result,) = (node.args[0] for node in variant.module.graph.nodes if node.op == "output")
+    program = call.target
+    if not isinstance(program, Program) or first.args != (call, 0) or result is not first:
+        return None
+    batch, inputs = call.args[: len(BATCH)], call.args[NUM_SIZED:]
+    named = [str(node.target) for node in batch if isinstance(node, fx.Node)]
+    if (
+        tuple(named) != BATCH
+        or program.checked
+        or not all(isinstance(a, fx.Node) and a.op == "placeholder" for a in inputs)
+    ):
+        return None
+    ((rows, shape, dtype),) = program.outputs
+    if rows != LOGITS or len(shape) != 1 or dtype is not torch.float32:
+        return None
+    return program, tuple(str(node.target) for node in inputs)
+
+
+class Body:
+    """The body of a file: lists of calls, and weights, each once."""
+
+    def __init__(self) -> None:
+        self.parts: list[memoryview | bytes] = []
+        self._size = 0
+        self._places: dict[tuple[int, int], int] = {}  # by address and bytes
+
+    def add(self, variant: LoweredVariant) -> Calls:
+        """Add the calls and the weights of ``variant``."""
+        found = program_of(variant)
+        if found is None:
+            raise ValueError("the variant is no program")
+        program, inputs = found
+        constants = zip(program.constant_at, program.constants, strict=True)
+        places = tuple((number, self._weight(tensor), tensor.nbytes) for number, tensor in constants)
+        calls: CallList = program.calls
+        ((_, (width,), _),) = program.outputs
+        return Calls(
+            limit=variant.limit,
+            inputs=inputs,
+            width=width,
+            plan=calls.plan,
+            calls=self._append(calls.calls),
+            arguments=self._append(calls.arguments),
+            constants=places,
+        )
+
+    def _weight(self, tensor: Tensor) -> int:
+        """The place of ``tensor``, whose memory is added unless it is there."""
+        key = (tensor.data_ptr(), tensor.nbytes)
+        if key not in self._places:
+            data: np.ndarray = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+            self._places[key], _ = self._append(data.data)
+        return self._places[key]
+
+    def _append(self, data: memoryview | bytes) -> tuple[int, int]:
+        """Place, on a cache line, and bytes of ``data``."""
+        padding = -self._size % ALIGN
+        if padding:
+            self.parts.append(bytes(padding))
+        at, size = self._size + padding, len(data)
+        self.parts.append(data)
+        self._size = at + size
+        return at, size

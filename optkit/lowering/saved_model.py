@@ -1,0 +1,182 @@
+"""Models of native calls alone, read from a file: packed weights and lists of calls, run without torch.
+
+A lowered graph whose every step is one program needs torch for nothing: the calls read arrays at addresses. So the
+engine of such a model starts from a file of its calls and packed weights (``optkit.lowering.saved_file``,
+``optkit.lowering.save``), and neither imports torch nor packs weights again: two seconds and 240 MiB less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter_ns
+
+import numpy as np
+
+from optkit.graph.kv_layout import kv_layout
+from optkit.graph.states import KV_DTYPES, STATE_SLOTS, KVSpec, StateSpec, kv_of, numpy_dtype
+from optkit.kernels.cpu.call_list import CallList
+
+# The dtypes of the batch inputs (docs/architecture.md); tables of further groups have those of the first.
+BATCH_DTYPES = {
+    "input_ids": np.dtype(np.int64),
+    "positions": np.dtype(np.int64),
+    "slot_mapping": np.dtype(np.int64),
+    "query_start": np.dtype(np.int32),
+    "seq_lens": np.dtype(np.int32),
+    "block_tables": np.dtype(np.int32),
+    "logits_index": np.dtype(np.int64),
+    STATE_SLOTS: np.dtype(np.int32),
+}
+Add = Callable[[tuple[int, int, int]], None]
+
+
+@dataclass(frozen=True)
+class SavedVariant:
+    """The calls of steps of up to ``limit`` tokens; None is any number.
+
+    Attributes:
+        inputs: names in the order of the calls' inputs.
+        width: numbers in a row of the result.
+    """
+
+    limit: int | None
+    inputs: tuple[str, ...]
+    calls: CallList
+    width: int
+
+    @property
+    def call_lists(self) -> list[CallList]:
+        """The native calls of a step."""
+        return [self.calls]
+
+    def run(self, addresses: Sequence[int], sizes: Sequence[int], rows: int) -> np.ndarray:
+        """The result [rows, width] float32 of a step on inputs at ``addresses``."""
+        result = np.empty((rows, self.width), np.float32)
+        self.calls.inputs[:] = [*addresses, result.ctypes.data]
+        self.calls.run(sizes)
+        return result
+
+    def timed(self, calls: CallList, number: int, add: Add, ran: Callable[[int, int], None]) -> SavedVariant:
+        """A copy that runs ``calls`` and records each step: as op ``number`` by ``add``, and as a run by ``ran``."""
+        return TimedVariant(self.limit, self.inputs, calls, self.width, number, add, ran)
+
+
+@dataclass(frozen=True)
+class TimedVariant(SavedVariant):
+    """See ``SavedVariant.timed``."""
+
+    number: int
+    add: Add
+    ran: Callable[[int, int], None]
+
+    def run(self, addresses: Sequence[int], sizes: Sequence[int], rows: int) -> np.ndarray:
+        start = perf_counter_ns()
+        result = super().run(addresses, sizes, rows)
+        end = perf_counter_ns()
+        self.add((self.number, start, end))
+        self.ran(start, end)
+        return result
+
+
+class SavedModel:
+    """A model of native calls (``optkit.runtime.runner.ServableModel``).
+
+    Args:
+        variants: by number of tokens, the last for any number.
+        memory: has the weights, at addresses in the calls.
+        weight_bytes: bytes of the weights.
+        keeps_all: the reason why sequences keep all their tokens, or empty.
+    """
+
+    device = "cpu"
+
+    def __init__(
+        self,
+        variants: Sequence[SavedVariant],
+        states: Sequence[StateSpec],
+        vocab_size: int,
+        max_model_len: int,
+        memory: np.ndarray,
+        weight_bytes: int,
+        keeps_all: str = "",
+    ) -> None:
+        self.variants, self.states = tuple(variants), tuple(states)
+        self.kv_specs: list[KVSpec] = list(kv_of(states))
+        self.vocab_size, self.max_model_len = vocab_size, max_model_len
+        self.weight_bytes, self.keeps_all = weight_bytes, keeps_all
+        self.further_inputs = kv_layout(states).further_inputs
+        self.dtypes = BATCH_DTYPES | {name: BATCH_DTYPES[base] for name, base in self.further_inputs.items()}
+        self._memory = memory
+
+    @property
+    def variant_limits(self) -> tuple[int, ...]:
+        """The largest number of tokens of each variant but the last; empty without variants."""
+        return tuple(variant.limit for variant in self.variants if variant.limit is not None)
+
+    def variant(self, tokens: int) -> SavedVariant:
+        """The variant for a step of ``tokens`` tokens."""
+        return next(v for v in self.variants if v.limit is None or tokens <= v.limit)
+
+    def workspace_bytes(self, num_tokens: int, num_rows: int) -> int:
+        """Working memory in bytes of a step with ``num_tokens`` tokens and ``num_rows`` rows of logits."""
+        return max(variant.calls.workspace_bytes((num_tokens, num_rows)) for variant in self.variants)
+
+    def step_on(self, pools: Mapping[str, np.ndarray]) -> Callable[[Mapping[str, np.ndarray]], np.ndarray]:
+        """The step of the model on ``pools``: takes the flattened token batch, gives logits [L, V] float32.
+
+        Raises:
+            ValueError: a pool has another shape or type than the model's layers write.
+        """
+        check_pools(self.states, pools)
+        at = {name: pool.ctypes.data for name, pool in pools.items()}
+        block_size = pools[self.kv_specs[0].inputs[0]].shape[1] if self.kv_specs else 0
+
+        def step(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+            if self.further_inputs:
+                arrays = {name: arrays[base] for name, base in self.further_inputs.items()} | dict(arrays)
+            tokens, rows = len(arrays["input_ids"]), len(arrays["logits_index"])
+            sizes = (tokens, rows, len(arrays["seq_lens"]), arrays["block_tables"].shape[1], block_size)
+            variant = self.variant(tokens)
+            places = {**self._places(arrays), **at}
+            return variant.run([places[name] for name in variant.inputs], sizes, rows)
+
+        return step
+
+    def _places(self, arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
+        """The address of each of ``arrays``.
+
+        Raises:
+            ValueError: native code would misread an array.
+        """
+        places = {}
+        for name, array in arrays.items():
+            if array.dtype != self.dtypes[name] or not array.flags.c_contiguous:
+                raise ValueError(f"{name} must be dense {self.dtypes[name]}, not {array.dtype}")
+            places[name] = array.ctypes.data
+        return places
+
+
+def check_pools(states: Sequence[StateSpec], pools: Mapping[str, np.ndarray]) -> None:
+    """Compare ``pools`` with ``states``, since the calls take addresses.
+
+    Raises:
+        ValueError: a pool has another shape or type, or is not dense.
+    """
+    block_sizes = set[tuple[int, ...]]()
+    for spec in states:
+        if isinstance(spec, KVSpec):
+            name, extra = KV_DTYPES[spec.dtype]
+            rows: list[tuple[int, ...]] = [(spec.num_kv_heads, dim + extra) for dim in spec.row_dims]
+            skipped = 2
+        else:
+            name, rows, skipped = spec.dtype, [spec.shape], 1
+        sizes = {pools[each].shape[:skipped] for each in spec.inputs}
+        block_sizes |= {size[1:] for size in sizes if size[1:]}
+        for each, row in zip(spec.inputs, rows, strict=True):
+            pool = pools[each]
+            fits = pool.dtype == numpy_dtype(name) and pool.shape[skipped:] == row and pool.flags.c_contiguous
+            if not fits or len(sizes) != 1 or len(block_sizes) > 1:
+                raise ValueError(
+                    f"the pool {each} is {pool.dtype} {list(pool.shape)}, not {name} {list(row)}"
+                )
