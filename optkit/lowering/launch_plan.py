@@ -25,12 +25,14 @@ from optkit.graph.shapes import Point, infer_shapes
 from optkit.kernels.cpu import chains, emitters
 from optkit.kernels.cpu.call_list import LOGITS, TOKENS, Arena
 from optkit.kernels.cpu.emit import Arguments, Quantization
+from optkit.kernels.cpu.gather import has_exact_reciprocal
 from optkit.kernels.cpu.program import NODES, Builder, View
 
 # No two sizes are equal, so a first dimension identifies the kind of row.
 PROBE, PROBE_BLOCK = Point(tokens=11, sequences=3, context=37), 5
 ROWS = {PROBE.tokens: TOKENS, PROBE.sequences: LOGITS}
-PAIRS = {"aten.add.Tensor", "aten.mul.Tensor"}
+DIVIDE = "aten.div.Tensor"
+PAIRS = {"aten.add.Tensor", "aten.mul.Tensor", DIVIDE}
 SPLITS = {"aten.split_with_sizes.default", "aten.split.Tensor"}
 RESHAPES = {"aten.reshape.default", "aten.view.default"}
 BATCH = ("input_ids", "logits_index", "seq_lens", "block_tables")  # the inputs with the sizes of a batch
@@ -85,14 +87,22 @@ class Programs:
         return all(map(self._has_rows, rows)) and all(a.op == "get_attr" for a in weights)
 
     def _pairs_rows(self, node: fx.Node) -> bool:
-        """True for two float32 tensors of one shape, or one [rows, width] and a weight [width]."""
+        """True for two float32 tensors of one shape, or one [rows, width] and a weight [width] or a number."""
         given = [a for a in node.args if isinstance(a, fx.Node) and a.op in ("call_function", "get_attr")]
         values = [self.values[a] for a in given]
-        if len(values) != 2 or node.kwargs or any(value.dtype is not torch.float32 for value in values):
+        numbers = [a for a in node.args if isinstance(a, int | float)]
+        count = len(values) + len(numbers)
+        if count != 2 or node.kwargs or any(value.dtype is not torch.float32 for value in values):
             return False
+        divides = ops.op_name(node.target) == DIVIDE
+        if numbers or divides:
+            exact = not divides or bool(numbers and has_exact_reciprocal(numbers[0]))
+            return given[0].op == "call_function" and exact
         rows = [value.shape for a, value in zip(given, values, strict=True) if a.op == "call_function"]
         vectors = [value.shape for a, value in zip(given, values, strict=True) if a.op == "get_attr"]
-        return rows[:1] == rows[1:] if not vectors else len(rows) == 1 and rows[0][1:] == vectors[0]
+        if not vectors:
+            return rows[:1] == rows[1:]
+        return len(rows) == 1 and (rows[0][1:] == vectors[0] or vectors[0].numel() == 1)
 
     def _is_view(self, node: fx.Node, latest: int) -> bool:
         """A split, a reshape or a part of a result, of something native in the same stage."""

@@ -1,4 +1,4 @@
-"""Embedding, selection of rows and addition in programs give the bits of torch."""
+"""Embedding, selection of rows, sums, products and quotients in programs give the bits of torch."""
 
 from __future__ import annotations
 
@@ -46,3 +46,46 @@ def test_add_takes_rows_at_any_distance() -> None:
     left, right = torch.randn(7, 32), torch.randn(7, 48)
     (total,) = run(b.build(), 7, left, right)
     assert torch.equal(total, left + right[:, 16:])
+
+
+@pytest.mark.parametrize("number", [0.1, -3, 1e-30, 11.313708])
+@pytest.mark.parametrize("name", ["add", "multiply"])
+def test_a_number_is_rounded_as_by_torch(name: str, number: float) -> None:
+    b = Builder()
+    x = b.input(TOKENS, (48,), torch.float32)
+    (out,) = (gather.emit_add if name == "add" else gather.emit_multiply)(b, x, number)
+    assert out is not None
+    b.output(out)
+    values = torch.randn(7, 48)
+    (found,) = run(b.build(), 7, values)
+    assert torch.equal(found, values + number if name == "add" else values * number)
+
+
+def test_a_weight_of_one_number_is_read_by_all_channels() -> None:
+    b = Builder()
+    scale = torch.tensor(0.3)
+    (out,) = gather.emit_multiply(b, b.input(TOKENS, (24,), torch.float32), scale)
+    assert out is not None
+    b.output(out)
+    values = torch.randn(5, 24)
+    (found,) = run(b.build(), 5, values)
+    assert torch.equal(found, values * scale)
+
+
+@pytest.mark.parametrize("number", [16, 0.25, -8.0])
+def test_a_quotient_by_a_power_of_two_is_exact(number: float) -> None:
+    b = Builder()
+    (out,) = gather.emit_divide(b, b.input(TOKENS, (24,), torch.float32), number)
+    assert out is not None
+    b.output(out)
+    values = torch.cat([torch.randn(4, 24), torch.full((1, 24), 1e-40)])  # subnormal numbers, too
+    (found,) = run(b.build(), 5, values)
+    assert torch.equal(found, values / number)
+
+
+@pytest.mark.parametrize("number", [3, 0.0, 1e39, 2.0**127, float("inf")])
+def test_other_quotients_stay_with_torch(number: float) -> None:
+    assert not gather.has_exact_reciprocal(number)
+    b = Builder()
+    with pytest.raises(NotImplementedError):
+        gather.emit_divide(b, b.input(TOKENS, (24,), torch.float32), number)

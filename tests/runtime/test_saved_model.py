@@ -54,6 +54,8 @@ GRAPHS = {
     "windows": lambda: int8(
         captured("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1)
     ),
+    "scaled embedding": lambda: int8(captured("gemma3_text")),
+    "scaled logits": lambda: int8(captured("granite", logits_scaling=8.0)),
     "variants": lambda: int8(int4_for_few(captured("llama"))),
 }
 
