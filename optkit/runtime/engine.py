@@ -114,6 +114,7 @@ class Engine:
         self.config = self.scheduler.config
         self.logprobs = LogprobRunner(runner)
         self.scheduler.kv.worth_saving = self._worth_saving
+        self.from_saved_weights = False
         self.memory_share: float | None = (
             None  # share of a GPU's memory, when the KV cache got the rest of the share
         )
@@ -410,6 +411,7 @@ class Engine:
             vocab_size=runner.vocab_size,
             num_ranks=runner.num_ranks,
             gpu_memory_utilization=self.memory_share,
+            from_saved_weights=self.from_saved_weights,
             kv_layout=self.peers.layout if self.peers else "",
             peer_address=self.peers.address if self.peers else "",
         )

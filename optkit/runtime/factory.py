@@ -20,6 +20,7 @@ from optkit.artifact.open import Artifact
 from optkit.errors import UserError
 from optkit.graph.kv_layout import KVLayout, kv_layout, layout_of, one_group
 from optkit.graph.states import KVSpec, StateSpec, recurrent_of, sequence_bytes
+from optkit.lowering.saved_model import SavedModel
 from optkit.machine.heap import trim_heap
 from optkit.machine.present import present_target
 from optkit.recipe.engine_options import MAX_REQUESTS, NO_SPECULATION, EngineOptions, engine_options
@@ -42,7 +43,6 @@ from optkit.runtime.types import EngineRefusal, SamplingParams
 if TYPE_CHECKING:
     from optkit.graph.variants import SharedWeights
     from optkit.lowering.lower import Executable
-    from optkit.lowering.saved_model import SavedModel
     from optkit.machine.target import Target
     from optkit.runtime.cuda.device import Device
     from optkit.runtime.embedding import Embedder
@@ -127,6 +127,7 @@ def load_engine(artifact_dir: str, options: EngineOptions) -> Engine:
     engine = make_engine(model, config, gpu, store, guesses, cost, target, zero)
     tokenizer = artifact.directory / "tokenizer.json"
     engine.grammars = Grammars(partial(vocabulary, tokenizer, model.vocab_size))
+    engine.from_saved_weights = isinstance(model, SavedModel)
     if takes_the_rest:
         engine.memory_share = options.gpu_memory_utilization
     engine.specprefill = scoring_queue(artifact, loaded.shared, options, engine.config)
@@ -163,7 +164,6 @@ def load_model(artifact: Artifact, options: EngineOptions) -> Loaded:
     """The model of ``artifact``: the saved one of an earlier start, which needs no torch, or lowered now."""
     plain = may_be_saved(artifact, options)
     if plain and (saved := read_saved(artifact)):
-        logger.info("started from saved weights")
         return Loaded(saved.model, cache(new_weights), saved.hidden)
     from optkit.runtime.tree_graph import TreeGraph
 

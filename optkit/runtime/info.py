@@ -38,6 +38,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         peer_address: host and port at which other engines fetch blocks; empty: none are given.
         num_ranks: processes that share every layer of the model.
         gpu_memory_utilization: the share of a GPU's memory, when the KV cache got the rest of the share.
+        from_saved_weights: started from a file of the private cache, without torch.
         load_seconds: time of loading; set by the process, like ``pid``.
     """
 
@@ -48,5 +49,6 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     gpu_memory_utilization: float | None = None
     kv_layout: str = ""
     peer_address: str = ""
+    from_saved_weights: bool = False
     load_seconds: float = 0.0
     pid: int = 0

@@ -56,9 +56,6 @@ def save_model(artifact: Artifact, model: Executable, shared: SharedWeights) -> 
     from optkit.lowering.save import is_savable
 
     if not is_plain(artifact) or not is_savable(model):
-        logger.info(
-            "every start needs torch: an op has no native kernel, or the weights are larger than 2 GiB"
-        )
         return False
     try:
         key = artifact.saved_key()

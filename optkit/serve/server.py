@@ -319,5 +319,6 @@ def describe_memory(info: EngineInfo) -> str:
     if plan.num_state_slots:
         states = f"{plan.num_state_slots} recurrent states and {plan.num_checkpoints} checkpoints"
         kv_cache += f", {states} in {plan.state_bytes / 2**20:.0f} MiB"
-    model = f"weights {weights:.0f} MiB, workspace {workspace:.0f} MiB"
+    saved = " as saved" * info.from_saved_weights
+    model = f"weights {weights:.0f} MiB{saved}, workspace {workspace:.0f} MiB"
     return f"{model}, {kv_cache}: {room}; up to {info.config.max_num_seqs} run together"

@@ -25,7 +25,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls: list[Any] = []
 
     @contextmanager
-    def launched() -> Iterator[str]:
+    def launched(artifact: str) -> Iterator[str]:
         calls.append("launch")
         try:
             yield "engine"

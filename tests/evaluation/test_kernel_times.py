@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from optkit.evaluation import kernel_times
-from optkit.evaluation.kernel_times import KernelTimes, library_digest, read_times
+from optkit.evaluation.kernel_times import KernelTimes, read_times
 from optkit.evaluation.short_models import ATTENTION
 from optkit.evaluation.speed import workload_points
 from optkit.graph.ir import Graph
@@ -147,16 +147,6 @@ def test_times_measured_beside_other_work_are_not_kept(machine: list[int]) -> No
     found = KernelTimes(TARGET, recipe("passes: {}"), keep=False)
     assert found.step_seconds(captured("llama"), PREFILL) == ENDS
     assert read_times(found.file) == {}
-
-
-def test_the_library_is_hashed_once_a_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    library_digest.cache_clear()
-    library = tmp_path / "native.so"
-    library.write_bytes(b"code")
-    first = library_digest(library)
-    monkeypatch.setattr(Path, "read_bytes", lambda self: pytest.fail("hashed again"))
-    assert library_digest(library) == first
-    library_digest.cache_clear()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": "b"}', '{"a": null}', '{"a": [1]}'])

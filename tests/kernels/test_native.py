@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 import shutil
@@ -135,3 +136,14 @@ def test_unmeasured_instruction_sets_are_those_marked_in_the_list() -> None:
     assert [name for name, _, _ in rows] == native.isas(native.library())
     assert [name for name, _, measured in rows if measured == "0"] == native.unmeasured_isas()
     assert {base for _, base, _ in rows} < {name for name, _, _ in rows}
+
+
+def test_the_library_is_hashed_once_a_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    library = tmp_path / "native.so"
+    library.write_bytes(b"code")
+    monkeypatch.setattr(native, "library_file", lambda: library)
+    native.library_digest.cache_clear()
+    first = native.library_digest()
+    monkeypatch.setattr(Path, "read_bytes", lambda self: pytest.fail("hashed again"))
+    assert native.library_digest() == first == hashlib.sha256(b"code").hexdigest()
+    native.library_digest.cache_clear()
