@@ -35,12 +35,12 @@ class EngineThread:
         factory: of the engine, as in ``EngineClient``.
     """
 
-    def __init__(self, factory: str = DEFAULT_FACTORY) -> None:
+    def __init__(self, factory: str = DEFAULT_FACTORY, artifact: str = "") -> None:
         self._factory = factory
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="optkit-engine", daemon=True)
         self._thread.start()
-        self._launched: Launched = self.run(_launch(factory))
+        self._launched: Launched = self.run(_launch(factory, artifact))
         self._client: EngineClient | None = None
         self._closed = False
 
@@ -136,8 +136,8 @@ class EngineThread:
         self._loop.close()
 
 
-async def _launch(factory: str) -> Launched:
-    return launch(factory)
+async def _launch(factory: str, artifact: str) -> Launched:
+    return launch(factory, artifact)
 
 
 async def _client(artifact: str, options: EngineOptions, factory: str, launched: Launched) -> EngineClient:

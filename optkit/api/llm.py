@@ -60,7 +60,7 @@ def load(
     if generation_config not in GENERATION_CONFIGS:
         fix = nearest(generation_config, GENERATION_CONFIGS)
         raise UserError(f"unknown generation_config '{generation_config}'", fix=fix)
-    engine = EngineThread()  # imports while the files are read
+    engine = EngineThread(artifact=os.fspath(artifact))  # imports while the files are read
     try:
         opened = Artifact.open(os.fspath(artifact), verify=verify)
         given = engine_options(opened.recipe, sizes(options))

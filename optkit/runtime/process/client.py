@@ -132,7 +132,7 @@ class EngineClient:
         """
         if self._process is not None:
             raise RuntimeError("an EngineClient starts once")
-        self._process, sock = (self._launched or launch(self.factory)).take()
+        self._process, sock = (self._launched or launch(self.factory, self.artifact_dir)).take()
         try:
             reader, self._writer = await asyncio.open_connection(sock=sock)
             self._post(ipc.Load(self.artifact_dir, self.options, self._cache_secret, self._peers))
