@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import typer
 
 from optkit.cli import verify as verify_command
 from optkit.errors import UserError
-from optkit.graph import ir
+from optkit.graph import states
 from optkit.runtime.engine import RequestFailed
 from optkit.runtime.factory import open_engine
 from optkit.runtime.types import EngineRefusal, SamplingParams
@@ -116,4 +117,4 @@ def on_the_heap() -> None:
 
     tensors.load_file = copied
     tensors.TensorFiles.__getitem__ = lambda self, name: get(self, name).clone()  # type: ignore[method-assign]
-    ir.unwritten_zeros = lambda shape, dtype, device: torch.zeros(shape, dtype=dtype, device=device)
+    states.unwritten = lambda shape, dtype: np.zeros(shape, dtype)
