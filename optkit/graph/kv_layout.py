@@ -28,7 +28,7 @@ keys before the window, and may still load them with the first keys of a tile.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, TypeVar
@@ -43,14 +43,17 @@ from optkit.graph.states import (
     numpy_dtype,
     recurrent_of,
     torch_dtype,
-    unwritten_zeros,
 )
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 Memory = TypeVar("Memory", "Tensor", "np.ndarray")
+T = TypeVar("T")
+
+
+Zeros = Callable[[tuple[int, ...], str], Memory]  # makes zeros of a shape and a dtype's name
+
 
 TABLE_INPUTS = ("slot_mapping", "block_tables")  # the graph inputs with the places of KV
 RECURRENT_REASON = "a recurrent state that is computed again reads all tokens"
@@ -109,20 +112,13 @@ class KVLayout:
         """
         return max(0, num_bytes // self.block_bytes(block_size) - self.num_null)
 
-    def buffers(
-        self, num_blocks: int, block_size: int, device: torch.device | str = "cpu"
-    ) -> list[tuple[Tensor, ...]]:
-        """Zeroed buffers [blocks + null, bytes of a row] uint8 of each slot, by torch."""
-        dtype = torch_dtype("uint8")
-        return [
-            tuple(unwritten_zeros(shape, dtype, device) for shape in slot)
-            for slot in self.buffer_shapes(num_blocks, block_size)
-        ]
-
-    def buffer_shapes(self, num_blocks: int, block_size: int) -> list[tuple[tuple[int, int], ...]]:
-        """The shapes of the buffers of each slot, [blocks + null, bytes of a row]."""
+    def buffers(self, num_blocks: int, block_size: int, zeros: Zeros[Memory]) -> list[tuple[Memory, ...]]:
+        """Zeroed buffers [blocks + null, bytes of a row] uint8 of each slot, made by ``zeros``."""
         rows = num_blocks + self.num_null
-        return [tuple((rows, block_size * token_bytes) for token_bytes in slot) for slot in self.slots]
+        return [
+            tuple(zeros((rows, block_size * token_bytes), "uint8") for token_bytes in slot)
+            for slot in self.slots
+        ]
 
     def pools(self, buffers: Sequence[tuple[Memory, ...]], block_size: int) -> dict[str, Memory]:
         """The pool of each layer by graph input: contiguous views of ``buffers``."""
@@ -130,8 +126,8 @@ class KVLayout:
         for group in self.groups:
             for index, spec in enumerate(group.layers):
                 slot, part = divmod(index, group.fraction)
-                dims = zip(spec.inputs, buffers[slot], spec.row_dims, strict=True)
-                pools |= {name: view(raw, spec, dim, block_size)[part:] for name, raw, dim in dims}
+                rows = zip(spec.inputs, buffers[slot], spec.row_shapes, strict=True)
+                pools |= {name: view(raw, spec, row, block_size)[part:] for name, raw, row in rows}
         return pools
 
     def bytes_of(self, group: int, block_size: int) -> list[slice]:
@@ -163,14 +159,20 @@ def table_inputs(group: int) -> tuple[str, ...]:
     return tuple(f"{name}_{group}" if group else name for name in TABLE_INPUTS)
 
 
-def view(buffer: Memory, spec: KVSpec, dim: int, block_size: int) -> Memory:
-    """``buffer`` as a pool [blocks, block_size, Hkv, D] of the type of ``spec``.
+def with_tables(inputs: Mapping[str, T], further: Mapping[str, str]) -> Mapping[str, T]:
+    """``inputs`` with the tables of the first group where tables of ``further_inputs`` are missing."""
+    missing = {name: inputs[base] for name, base in further.items() if name not in inputs}
+    return {**inputs, **missing} if missing else inputs
+
+
+def view(buffer: Memory, spec: KVSpec, row: tuple[int, int], block_size: int) -> Memory:
+    """``buffer`` as a pool [blocks, block_size, *row] of the type of ``spec``.
 
     NumPy has no bfloat16: such a pool of NumPy is uint16.
     """
-    name, extra = KV_DTYPES[spec.dtype]
+    name, _ = KV_DTYPES[spec.dtype]
     dtype = numpy_dtype(name) if isinstance(buffer, np.ndarray) else torch_dtype(name)
-    return buffer.view(dtype).reshape(-1, block_size, spec.num_kv_heads, dim + extra)  # type: ignore[arg-type]
+    return buffer.view(dtype).reshape(-1, block_size, *row)  # type: ignore[arg-type]
 
 
 def kv_layout(states: Iterable[StateSpec]) -> KVLayout:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 STATE_SLOTS = "state_slots"
+
 # The storage of a token's head in KV pools: the dtype, and the elements of a row besides the D values.
 KV_DTYPES = {
     "float32": ("float32", 0),
@@ -92,17 +93,22 @@ class KVSpec:
     @property
     def row_bytes(self) -> tuple[int, ...]:
         """Bytes of a token in each pool."""
-        dtype, extra = KV_DTYPES[self.dtype]
-        return tuple(self.num_kv_heads * (dim + extra) * numpy_dtype(dtype).itemsize for dim in self.row_dims)
+        size = numpy_dtype(KV_DTYPES[self.dtype][0]).itemsize
+        return tuple(prod(shape) * size for shape in self.row_shapes)
+
+    @property
+    def row_shapes(self) -> tuple[tuple[int, int], ...]:
+        """The shape [Hkv, elements of a head's row] of a token in each pool."""
+        _, extra = KV_DTYPES[self.dtype]
+        return tuple((self.num_kv_heads, dim + extra) for dim in self.row_dims)
 
     def pools(
         self, num_blocks: int, block_size: int, device: torch.device | str = "cpu"
     ) -> tuple[Tensor, ...]:
         """Zeroed pools, one a row of ``row_dims``. On the CPU a page costs memory from the first write on."""
-        dtype, extra = KV_DTYPES[self.dtype]
-        shape = (num_blocks, block_size, self.num_kv_heads)
+        dtype = torch_dtype(KV_DTYPES[self.dtype][0])
         return tuple(
-            unwritten_zeros((*shape, dim + extra), torch_dtype(dtype), device) for dim in self.row_dims
+            unwritten_zeros((num_blocks, block_size, *row), dtype, device) for row in self.row_shapes
         )
 
 
@@ -219,6 +225,11 @@ def unwritten_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.de
     if torch.device(device).type != "cpu" or size == 0:
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(unwritten((size,), np.dtype(np.uint8))).view(dtype).view(shape)
+
+
+def host_zeros(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """``unwritten`` zeros by the name of the dtype."""
+    return unwritten(shape, numpy_dtype(dtype))
 
 
 def unwritten(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -3,14 +3,12 @@
 In a graph all attention ops read the inputs ``slot_mapping`` and ``block_tables``. Layers with a window have block
 tables of their own (``optkit.graph.kv_layout``), so lowering connects each op with the inputs of its group. A graph, a
 pass and an artifact know nothing of groups. A caller that gives every sequence one block table may leave out the inputs
-of the further groups (``with_tables``).
+of the further groups (``kv_layout.with_tables``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from torch import Tensor, fx
+from torch import fx
 
 from optkit.graph import ops
 from optkit.graph.ir import Graph
@@ -36,9 +34,3 @@ def connect(graph: Graph) -> None:
 
 def is_input(node: fx.Node, name: str) -> bool:
     return node.op == "placeholder" and node.target == name
-
-
-def with_tables(inputs: Mapping[str, Tensor], further: Mapping[str, str]) -> Mapping[str, Tensor]:
-    """``inputs`` with the tables of the first group where tables of ``further_inputs`` are missing."""
-    missing = {name: inputs[base] for name, base in further.items() if name not in inputs}
-    return {**inputs, **missing} if missing else inputs

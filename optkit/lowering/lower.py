@@ -22,7 +22,7 @@ from optkit.cancellation import check_cancelled
 from optkit.errors import UserError
 from optkit.graph import ops, variants
 from optkit.graph.ir import Graph, GraphMeta
-from optkit.graph.kv_layout import kv_layout
+from optkit.graph.kv_layout import kv_layout, with_tables
 from optkit.graph.ops import op_name
 from optkit.graph.ops.aten import is_creator
 from optkit.graph.ops.attention import ATTENTION
@@ -33,6 +33,7 @@ from optkit.graph.stored import StoredTensor
 from optkit.graph.variants import SharedWeights
 from optkit.lowering import gpu_rewrites, kv_tables, precision
 from optkit.lowering.bind import bind, kernel_of, weight_arguments
+from optkit.lowering.by_tokens import ByTokens
 from optkit.lowering.streamed import StoredLinear, is_stored_op, keep_stored
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class LoweredVariant:
         return module(*[inputs[name] for name in self.inputs])
 
 
-class Executable:
+class Executable(ByTokens[LoweredVariant]):
     """A lowered graph: a call with the batch inputs of docs/architecture.md returns logits [L, V] float32.
 
     ``variants`` are the variants by number of tokens (``optkit.graph.variants``), the last for any number.
@@ -133,15 +134,6 @@ class Executable:
         nodes = [node for variant in self.variants for node in variant.module.graph.nodes]
         return any(isinstance(node.target, StoredLinear) for node in nodes)
 
-    @property
-    def variant_limits(self) -> tuple[int, ...]:
-        """The largest number of tokens of each variant but the last; empty without variants."""
-        return tuple(variant.limit for variant in self.variants if variant.limit is not None)
-
-    def variant(self, tokens: int) -> LoweredVariant:
-        """The variant for a step of ``tokens`` tokens."""
-        return next(variant for variant in self.variants if variant.limit is None or tokens <= variant.limit)
-
     def at(self, tokens: int) -> Executable:
         """The model with the variant for ``tokens`` tokens in steps of any number."""
         return Executable([replace(self.variant(tokens), limit=None)], self.keeps_all)
@@ -155,17 +147,11 @@ class Executable:
             }.values()
         )
 
-    def workspace_bytes(self, num_tokens: int, num_rows: int) -> int:
-        """Working memory of native programs, in bytes, for a step of ``num_tokens`` tokens and ``num_rows`` rows of
-        logits.
-        """
-        return max(variant.workspace_bytes((num_tokens, num_rows)) for variant in self.variants)
-
     @torch.inference_mode()
     def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
         tokens = inputs["input_ids"].shape[0]
         if self.further_inputs:
-            inputs = kv_tables.with_tables(inputs, self.further_inputs)
+            inputs = with_tables(inputs, self.further_inputs)
         return self.variant(tokens).run(inputs, tokens)
 
 

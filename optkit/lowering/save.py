@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-
 import numpy as np
 import torch
 from torch import Tensor, fx
 
-from optkit.errors import UserError
 from optkit.graph.states import kv_of, recurrent_of
 from optkit.kernels.cpu import native
 from optkit.kernels.cpu.call_list import ALIGN, LOGITS, CallList
@@ -18,20 +15,19 @@ from optkit.lowering.launch_plan import BATCH
 from optkit.lowering.lower import Executable, LoweredVariant
 from optkit.lowering.saved_file import Calls
 
-logger = logging.getLogger(__name__)
-
 NUM_SIZED = len(BATCH) + 1  # arguments of a program before its inputs: the batch, and a KV pool
 
 
-def save(model: Executable, hidden: Executable | None, key: str) -> bool:
-    """Write ``model`` for starts without torch, if it ``is_savable``; False where it was not written.
+def save(model: Executable, hidden: Executable | None, key: str) -> None:
+    """Write ``model``, which ``is_savable``, for starts without torch.
 
     Args:
         hidden: the model without the output head, over the same weights; left out where it needs torch.
         key: the name (``saved_file.key_of``).
+
+    Raises:
+        OSError, UserError: a full disk, or no private cache.
     """
-    if not is_savable(model):
-        return False
     body = Body()
     variants = [body.add(variant) for variant in model.variants]
     without_head = hidden.variants if hidden is not None and is_savable(hidden) else ()
@@ -45,12 +41,7 @@ def save(model: Executable, hidden: Executable | None, key: str) -> bool:
         "hidden": tuple(body.add(variant) for variant in without_head),
         "weight_bytes": model.weight_bytes,
     }
-    try:
-        saved_file.write(header, body.parts, key)
-    except (OSError, UserError) as error:  # a full disk, or no private cache
-        logger.warning("the model was not saved for faster starts: %s", error)
-        return False
-    return True
+    saved_file.write(header, body.parts, key)
 
 
 def is_savable(model: Executable) -> bool:

@@ -13,9 +13,10 @@ from time import perf_counter_ns
 
 import numpy as np
 
-from optkit.graph.kv_layout import kv_layout
+from optkit.graph.kv_layout import kv_layout, with_tables
 from optkit.graph.states import KV_DTYPES, STATE_SLOTS, KVSpec, StateSpec, kv_of, numpy_dtype
 from optkit.kernels.cpu.call_list import CallList
+from optkit.lowering.by_tokens import ByTokens
 
 # The dtypes of the batch inputs (docs/architecture.md); tables of further groups have those of the first.
 BATCH_DTYPES = {
@@ -50,6 +51,10 @@ class SavedVariant:
         """The native calls of a step."""
         return [self.calls]
 
+    def workspace_bytes(self, sizes: tuple[int, int]) -> int:
+        """Working memory in bytes of a step of so many tokens and rows of the result."""
+        return self.calls.workspace_bytes(sizes)
+
     def run(self, addresses: Sequence[int], sizes: Sequence[int], rows: int) -> np.ndarray:
         """The result [rows, width] float32 of a step on inputs at ``addresses``."""
         result = np.empty((rows, self.width), np.float32)
@@ -79,7 +84,7 @@ class TimedVariant(SavedVariant):
         return result
 
 
-class SavedModel:
+class SavedModel(ByTokens[SavedVariant]):
     """A model of native calls (``optkit.runtime.runner.ServableModel``).
 
     Args:
@@ -109,19 +114,6 @@ class SavedModel:
         self.dtypes = BATCH_DTYPES | {name: BATCH_DTYPES[base] for name, base in self.further_inputs.items()}
         self._memory = memory
 
-    @property
-    def variant_limits(self) -> tuple[int, ...]:
-        """The largest number of tokens of each variant but the last; empty without variants."""
-        return tuple(variant.limit for variant in self.variants if variant.limit is not None)
-
-    def variant(self, tokens: int) -> SavedVariant:
-        """The variant for a step of ``tokens`` tokens."""
-        return next(v for v in self.variants if v.limit is None or tokens <= v.limit)
-
-    def workspace_bytes(self, num_tokens: int, num_rows: int) -> int:
-        """Working memory in bytes of a step with ``num_tokens`` tokens and ``num_rows`` rows of logits."""
-        return max(variant.calls.workspace_bytes((num_tokens, num_rows)) for variant in self.variants)
-
     def step_on(self, pools: Mapping[str, np.ndarray]) -> Callable[[Mapping[str, np.ndarray]], np.ndarray]:
         """The step of the model on ``pools``: takes the flattened token batch, gives logits [L, V] float32.
 
@@ -133,8 +125,7 @@ class SavedModel:
         block_size = pools[self.kv_specs[0].inputs[0]].shape[1] if self.kv_specs else 0
 
         def step(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-            if self.further_inputs:
-                arrays = {name: arrays[base] for name, base in self.further_inputs.items()} | dict(arrays)
+            arrays = with_tables(arrays, self.further_inputs)
             tokens, rows = len(arrays["input_ids"]), len(arrays["logits_index"])
             sizes = (tokens, rows, len(arrays["seq_lens"]), arrays["block_tables"].shape[1], block_size)
             variant = self.variant(tokens)
@@ -165,18 +156,16 @@ def check_pools(states: Sequence[StateSpec], pools: Mapping[str, np.ndarray]) ->
     """
     block_sizes = set[tuple[int, ...]]()
     for spec in states:
+        rows: Sequence[tuple[int, ...]]
         if isinstance(spec, KVSpec):
-            name, extra = KV_DTYPES[spec.dtype]
-            rows: list[tuple[int, ...]] = [(spec.num_kv_heads, dim + extra) for dim in spec.row_dims]
-            skipped = 2
+            (name, _), rows, before = KV_DTYPES[spec.dtype], spec.row_shapes, 2
+            block_sizes |= {pools[each].shape[1:2] for each in spec.inputs}
         else:
-            name, rows, skipped = spec.dtype, [spec.shape], 1
-        sizes = {pools[each].shape[:skipped] for each in spec.inputs}
-        block_sizes |= {size[1:] for size in sizes if size[1:]}
+            name, rows, before = spec.dtype, (spec.shape,), 1
+        counts = {pools[each].shape[:1] for each in spec.inputs}
         for each, row in zip(spec.inputs, rows, strict=True):
             pool = pools[each]
-            fits = pool.dtype == numpy_dtype(name) and pool.shape[skipped:] == row and pool.flags.c_contiguous
-            if not fits or len(sizes) != 1 or len(block_sizes) > 1:
-                raise ValueError(
-                    f"the pool {each} is {pool.dtype} {list(pool.shape)}, not {name} {list(row)}"
-                )
+            fits = pool.dtype == numpy_dtype(name) and pool.shape[before:] == row and pool.flags.c_contiguous
+            if not fits or len(counts) > 1 or len(block_sizes) > 1:
+                found = f"{pool.dtype} {list(pool.shape)}"
+                raise ValueError(f"the pool {each} is {found}, not {name} {list(row)}")

@@ -173,7 +173,7 @@ def load_model(artifact: Artifact, options: EngineOptions) -> Loaded:
     )
     model = artifact.executable(trust_code=options.trust_artifact_code, shared=shared, change=trees)
     takes_trees = trees is not None and not trees.reason
-    return Loaded(model, (lambda: shared) if shared else None, None, takes_trees, plain)
+    return Loaded(model, (lambda: shared) if shared is not None else None, None, takes_trees, plain)
 
 
 def may_be_saved(artifact: Artifact, options: EngineOptions) -> bool:

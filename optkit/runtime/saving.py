@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+NOT_SAVED = "the model was not saved for faster starts"
+
 
 def is_plain(artifact: Artifact) -> bool:
     """True for an artifact for CPUs that runs by kernels of optkit alone."""
@@ -61,9 +63,11 @@ def save_model(artifact: Artifact, model: Executable, shared: SharedWeights) -> 
         key = artifact.saved_key()
         with saved_file.one_writer(key) as mine:
             return mine and not saved_file.exists(key) and save_verified(artifact, model, shared, key)
+    except (OSError, UserError) as error:  # a full disk, or no private cache
+        logger.warning("%s: %s", NOT_SAVED, error)
     except Exception:  # nothing depends on the file
-        logger.exception("the model was not saved for faster starts")
-        return False
+        logger.exception(NOT_SAVED)
+    return False
 
 
 def save_verified(artifact: Artifact, model: Executable, shared: SharedWeights, key: str) -> bool:
@@ -76,6 +80,7 @@ def save_verified(artifact: Artifact, model: Executable, shared: SharedWeights, 
     except UserError:
         hidden = None  # no output head
     for problem in artifact.problems():
-        logger.warning("the model was not saved for faster starts: %s", problem)
+        logger.warning("%s: %s", NOT_SAVED, problem)
         return False
-    return save(model, hidden, key)
+    save(model, hidden, key)
+    return True

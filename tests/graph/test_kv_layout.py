@@ -21,8 +21,12 @@ def pattern(windowed: int, full: int, window: int = 8, **sizes: int) -> list[KVS
     return [KVSpec(layer, **shape, window=w) for layer, w in enumerate(windows)]
 
 
+def zeros(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    return torch.zeros(shape, dtype=getattr(torch, dtype))
+
+
 def pools(layout: KVLayout) -> dict[str, torch.Tensor]:
-    return layout.pools(layout.buffers(BLOCKS, SIZE), SIZE)
+    return layout.pools(layout.buffers(BLOCKS, SIZE, zeros), SIZE)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +104,7 @@ def test_blocks_of_different_numbers_never_overlap(specs: list[KVSpec], dtype: s
                         pool[block * group.fraction] = written[name, block * group.fraction] = value
     for (name, row), value in written.items():
         assert torch.equal(found[name][row], value), (name, row)
-    null = layout.buffers(BLOCKS, SIZE)[0][0].shape[0] - 1
+    null = layout.buffers(BLOCKS, SIZE, zeros)[0][0].shape[0] - 1
     assert null == BLOCKS
     for group in layout.groups:
         for spec in group.layers:
@@ -148,7 +152,7 @@ def test_further_groups_have_table_inputs_of_their_own() -> None:
 @pytest.mark.parametrize("windowed", [0, 5])
 def test_bytes_and_blocks_agree_with_the_buffers(windowed: int) -> None:
     layout = kv_layout(pattern(windowed, 1))
-    size = sum(buffer.nbytes for pair in layout.buffers(BLOCKS, SIZE) for buffer in pair)
+    size = sum(buffer.nbytes for pair in layout.buffers(BLOCKS, SIZE, zeros) for buffer in pair)
     assert layout.num_bytes(BLOCKS, SIZE) == size
     assert layout.blocks_in(size, SIZE) == BLOCKS and layout.blocks_in(size - 1, SIZE) == BLOCKS - 1
     assert layout.blocks_in(1, SIZE) == 0
@@ -161,7 +165,7 @@ def test_the_bytes_of_a_group_are_those_of_its_pools(layers: tuple[int, int], he
     windowed, full = pattern(layers[0], 0), pattern(0, layers[1], num_kv_heads=heads)
     layout = kv_layout([*windowed, *(replace(spec, layer=100 + spec.layer) for spec in full)])
     for number, group in enumerate(layout.groups):
-        buffers = layout.buffers(BLOCKS, SIZE)
+        buffers = layout.buffers(BLOCKS, SIZE, zeros)
         written = layout.pools(buffers, SIZE)
         for spec in group.layers:
             for name in spec.inputs:

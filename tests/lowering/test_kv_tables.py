@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from optkit.graph.kv_layout import kv_layout
+from optkit.graph.kv_layout import kv_layout, with_tables
 from optkit.lowering.dense import dense_inputs
-from optkit.lowering.kv_tables import with_tables
 from optkit.lowering.lower import lower
 from tests.support.graphs import captured
 from tests.support.target import TARGET

@@ -24,9 +24,8 @@ CONSTANT, SIZE, INPUT, ARENA, BLOCK = range(5)  # of program.h
 TOKENS, LOGITS, SEQUENCES, TABLE_WIDTH, BLOCK_SIZE = range(5)  # the sizes of a batch
 NUM_SIZES = 5
 ARGUMENT, CALL = struct.Struct("=iiqqq"), struct.Struct("=iiii")
-LONG_STEP = (
-    2**32
-)  # tokens times bytes of weights: from here on a step is cancellable, some tens of milliseconds
+# Tokens times bytes of weights: from here on a step is cancellable, some tens of milliseconds.
+LONG_STEP = 2**32
 CALLS_A_PART = 8  # of a cancellable step, at least; about a layer
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from optkit.graph.kv_layout import KVLayout
-from optkit.graph.states import StateSpec, named_pools, recurrent_of, sequence_bytes
+from optkit.graph.states import StateSpec, torch_dtype, unwritten_zeros
 from optkit.runtime.draft_tree import Move
-from optkit.runtime.kv.pools import Step, within
+from optkit.runtime.kv.pools import Step, allocated
 from optkit.runtime.types import BlockCopy, StateCopy
 
 
@@ -30,15 +30,12 @@ class DevicePools:
     ) -> None:
         self.torch_device = torch.device(device)
         self.device = self.torch_device.type
-        size = layout.num_bytes(num_blocks, block_size)
-        self.buffers = within(lambda: layout.buffers(num_blocks, block_size, self.torch_device), size, 0)
-        self.kv = layout.pools(self.buffers, block_size)
-        recurrent = recurrent_of(states)
-        self.states = within(
-            lambda: named_pools(recurrent, 0, 1, num_slots, self.torch_device),
-            0,
-            num_slots * sequence_bytes(recurrent),
-        )
+
+        def zeros(shape: tuple[int, ...], dtype: str) -> Tensor:
+            return unwritten_zeros(shape, torch_dtype(dtype), self.torch_device)
+
+        sizes = (num_blocks, block_size, num_slots)
+        self.buffers, self.kv, self.states = allocated(layout, states, *sizes, zeros)
 
     def bind(self, model: Any) -> Step:
         """The step of ``model`` on these pools, whose logits stay on the device."""

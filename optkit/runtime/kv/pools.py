@@ -14,17 +14,16 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 
 from optkit.errors import UserError
-from optkit.graph.kv_layout import KVLayout
+from optkit.graph.kv_layout import KVLayout, Memory, Zeros
 from optkit.graph.states import (
     KVSpec,
     StateSpec,
+    host_zeros,
     kv_of,
     named_pools,
-    numpy_dtype,
     recurrent_of,
     sequence_bytes,
     token_bytes,
-    unwritten,
 )
 from optkit.runtime.draft_tree import Move
 from optkit.runtime.info import MemoryPlan
@@ -39,15 +38,14 @@ __all__ = [
     "Pools",
     "Step",
     "allocate",
+    "allocated",
     "dtype_label",
     "memory_plan",
-    "within",
 ]
 
 T = TypeVar("T")
-Step = Callable[
-    [Mapping[str, np.ndarray]], Any
-]  # takes the flattened token batch, gives the logits [L, V] float32
+# Takes the flattened token batch, gives the logits [L, V] float32.
+Step = Callable[[Mapping[str, np.ndarray]], Any]
 
 
 class Pools(Protocol):
@@ -96,22 +94,8 @@ class HostPools:
         num_slots: int = 0,
     ) -> None:
         self.block_size = block_size
-        shapes = layout.buffer_shapes(num_blocks, block_size)
-        self.buffers = within(
-            lambda: [tuple(unwritten(shape, np.dtype(np.uint8)) for shape in slot) for slot in shapes],
-            layout.num_bytes(num_blocks, block_size),
-            0,
-        )
-        self.kv = layout.pools(self.buffers, block_size)
-        recurrent = recurrent_of(states)
-        self.states = within(
-            lambda: {
-                spec.inputs[0]: unwritten((num_slots, *spec.shape), numpy_dtype(spec.dtype))
-                for spec in recurrent
-            },
-            0,
-            num_slots * sequence_bytes(recurrent),
-        )
+        sizes = (num_blocks, block_size, num_slots)
+        self.buffers, self.kv, self.states = allocated(layout, states, *sizes, host_zeros)
         self._block_rows = [buffer for slot in self.buffers for buffer in slot]  # of blocks
         self._token_rows = [rows.reshape(len(rows) * block_size, -1) for rows in self._block_rows]
 
@@ -158,6 +142,35 @@ class HostPools:
         for each in self._block_rows:
             each[block] = data[start : start + each.shape[1]]
             start += each.shape[1]
+
+
+def allocated(
+    layout: KVLayout,
+    states: Sequence[StateSpec],
+    num_blocks: int,
+    block_size: int,
+    num_slots: int,
+    zeros: Zeros[Memory],
+) -> tuple[list[tuple[Memory, ...]], dict[str, Memory], dict[str, Memory]]:
+    """The buffers of a pool, and by graph input the KV pools over the buffers and the recurrent states.
+
+    Raises:
+        UserError: the memory is too small, or the size is beyond any array's.
+    """
+    buffers = within(
+        lambda: layout.buffers(num_blocks, block_size, zeros), layout.num_bytes(num_blocks, block_size), 0
+    )
+    slots = within(
+        lambda: {name: zeros(*kind) for name, kind in slot_pools(states, num_slots).items()},
+        0,
+        num_slots * sequence_bytes(states),
+    )
+    return buffers, layout.pools(buffers, block_size), slots
+
+
+def slot_pools(states: Sequence[StateSpec], num_slots: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of the pool of each recurrent state, by graph input."""
+    return {spec.inputs[0]: ((num_slots, *spec.shape), spec.dtype) for spec in recurrent_of(states)}
 
 
 def allocate(

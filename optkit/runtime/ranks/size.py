@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import msgspec
 
 from optkit.artifact.open import Artifact
 from optkit.errors import UserError
+from optkit.machine.target import usable_cores
 from optkit.parallel.sizes import TENSOR_PARALLEL, check_size
 from optkit.recipe.engine_options import EngineOptions, flag
 
@@ -44,7 +43,6 @@ def noted(artifact: Artifact) -> int:
 
 def for_each_rank(options: EngineOptions, size: int) -> EngineOptions:
     """``options`` of a rank: a part of the KV cache and of the cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     bytes_of_rank = None if options.kv_cache_bytes is None else max(1, options.kv_cache_bytes // size)
-    threads = options.threads or max(1, cores // size)
+    threads = options.threads or max(1, usable_cores() // size)
     return msgspec.structs.replace(options, kv_cache_bytes=bytes_of_rank, threads=threads)
