@@ -40,6 +40,7 @@ CAPTURING = (
     "tests/runtime/test_hidden_graph.py",
 )
 API = "tests/api/"  # its fixtures are the package's
+ISA = os.environ.get("OPTKIT_CPU_ISA") or None  # of the session
 EMBEDDED = ("tests/checkpoint/test_locate.py", "tests/test_real_model.py", "tests/text/test_tokenizer.py")
 
 
@@ -101,6 +102,15 @@ def one_thread() -> Iterator[None]:
     """Tests of kernels ask for more, and leave one behind."""
     yield
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def one_instruction_set() -> Iterator[None]:
+    """Tests of kernels choose others, and leave the one of the session behind."""
+    yield
+    native = sys.modules.get("optkit.kernels.cpu.native")
+    if native and native.available():
+        native.set_isa(ISA)
 
 
 @pytest.fixture(autouse=True)

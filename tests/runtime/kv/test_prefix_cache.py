@@ -6,6 +6,7 @@ import pytest
 
 from optkit.kernels.cpu import native
 from optkit.runtime.engine import Engine
+from optkit.runtime.kv.digests import SECRET_BYTES
 from optkit.runtime.kv.prefix_cache import PrefixCache, sha256
 from optkit.runtime.types import EngineRequest, FinishReason, SamplingParams, TokenOutput
 from tests.support import tiny_runtime
@@ -41,8 +42,10 @@ def cached(engine: Engine, prompt: list[int], salt: str = "", **sampling: object
 
 
 def weaken(engine: Engine) -> Engine:
-    """Digests of 8 bits: nearly everything collides."""
-    engine.scheduler.kv.cache = PrefixCache(engine.config.block_size, lambda data: sha256(data)[:1])
+    """Digests of 8 bits, the same in each run: nearly everything collides, but not everything."""
+    cache = PrefixCache(engine.config.block_size, lambda data: sha256(data)[:1])
+    cache.rekey(bytes(SECRET_BYTES))
+    engine.scheduler.kv.cache = cache
     return engine
 
 
