@@ -1,7 +1,7 @@
 """The simulator of ``optkit tune`` against the real engine, over HTTP.
 
     python -m bench.simulator artifact/ --save-result bench/results/simulator-NAME.json
-    python -m bench.simulator artifact/ --rank 20 --shares
+    python -m bench.simulator artifact/ --rank 20 --shares --input-len 128 --num-prompts 32
 
 Calibrates the artifact, then serves the same requests at the same arrivals both ways, at several shares of the
 simulated capacity, in rounds with a calibration and new arrivals each. The ratio of simulated to measured TTFT p50,
@@ -17,8 +17,8 @@ right. The noise is the spread of the logarithms of repeats, divided by the root
 nothing is shown, nor where too many of all possible choices of three settings would be right, too (``MOST_CHANCE``).
 
 The arrivals of rankings come in bursts, so that requests wait and settings differ. The cost is by mean latencies at
-half of the capacity (``--rank-slo``, ``--rank-share``): the p95 of 60 requests at a higher load has a noise of 25 % on
-a machine with neighbours. The settings differ in the simulator and are spread evenly over the simulated costs. All
+0.3 of the capacity (``--rank-slo``, ``--rank-share``): the p95 of 60 requests at a higher load has a noise of 25 % on
+a machine with neighbours, and at half of the capacity the settings with few places, which differ most, are left out. The settings differ in the simulator and are spread evenly over the simulated costs. All
 servers run at once, so the settings are those with the recipe's own KV pool.
 
 The result is saved after each part.
@@ -52,7 +52,7 @@ def main() -> int:
     parser.add_argument("--input-len", type=int, default=256)
     parser.add_argument("--output-len", type=int, default=32)
     parser.add_argument("--rank", type=int, default=0, help="settings to measure")
-    parser.add_argument("--rank-share", type=float, default=0.5, help="load of the rankings")
+    parser.add_argument("--rank-share", type=float, default=0.3, help="load of the rankings")
     parser.add_argument(
         "--rank-slo", type=slo_of, default="ttft_mean<250ms,tpot_mean<25ms", help="the objective"
     )
