@@ -7,9 +7,9 @@
 
 Each recipe is planned twice, from ceilings and shares alone and after the calibration of 30 seconds, and measured on
 an artifact in the same process: prompts of 128 to 2048 tokens, decoding, and 8 clients at once. Missing artifacts are
-made first, which takes minutes for recipes with quantization. Medians over rounds. Exit code 1: a prediction is
-further off than the bound, 30 % without and 10 % with calibration. ``--sweep`` prints the sweeps of docs/planning.md
-instead. Run on an idle machine: the load average is in the result.
+made first, which takes minutes for recipes with quantization. Each round has its own calibration; medians over rounds.
+Exit code 1: a prediction is further off than the bound, 30 % without and 10 % with calibration. ``--sweep`` prints the
+sweeps of docs/planning.md instead. Run on an idle machine: the load average is in the result.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,28 +114,46 @@ def planned(model: str, recipe: Recipe) -> Graph:
 
 
 def compared(graph: Graph, recipe: Recipe, engine: Engine, rounds: int) -> dict[str, Any]:
-    """Predictions of both kinds, and medians of measurements, by figure; and the seconds of the calibration."""
+    """Predictions of both kinds, measurements, and errors by figure, as medians over rounds.
+
+    A round has a calibration of its own, and the error of a round is that of the minute of its calibration: a machine
+    with neighbours is a fifth slower in another minute.
+    """
     target = get_target("cpu")
     model = StepModel(graph, target)
-    start = time.monotonic()
-    steps = calibrate(graph, model, recipe, target, measure=True)
-    seconds = time.monotonic() - start
-    predicted = {
-        "shares": figures(Calibrated(model), recipe, engine),
-        "calibrated": figures(steps, recipe, engine),
-    }
-    samples: dict[str, list[float]] = {}
-    for number in range(rounds + 1):
-        for name, value in measured(engine).items():
-            if number:  # the first round warms up
-                samples.setdefault(name, []).append(value)
+    measured(engine)  # warm up
+    found: list[dict[str, dict[str, float]]] = []
+    for _ in range(rounds):
+        start = time.monotonic()
+        steps = calibrate(graph, model, recipe, target, measure=True)
+        seconds = time.monotonic() - start
+        predicted = {
+            "shares": figures(Calibrated(model), recipe, engine),
+            "calibrated": figures(steps, recipe, engine),
+        }
+        found.append(predicted | {"measured": measured(engine)})
     return {
         "calibration_seconds": seconds,
         "anchors": [anchor.to_dict() for anchor in steps.anchors],
         "ceilings": ceilings(target),
-        "predicted": predicted,
-        "measured": {name: statistics.median(values) for name, values in samples.items()},
-        "samples": samples,
+        "rounds": found,
+    } | medians(found)
+
+
+def medians(rounds: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, Any]:
+    """The medians of measurements, predictions and errors (predicted / measured - 1) over rounds, by figure."""
+    names = list(rounds[0]["measured"])
+
+    def median(kind: str, value: Callable[[float, float], float]) -> dict[str, float]:
+        return {
+            name: statistics.median(value(one[kind][name], one["measured"][name]) for one in rounds)
+            for name in names
+        }
+
+    return {
+        "measured": median("measured", lambda own, _: own),
+        "predicted": {kind: median(kind, lambda own, _: own) for kind in BOUNDS},
+        "errors": {kind: median(kind, lambda own, real: own / real - 1) for kind in BOUNDS},
     }
 
 
@@ -155,7 +173,8 @@ def figures(steps: Calibrated, recipe: Recipe, engine: Engine) -> dict[str, floa
 
 
 def measured(engine: Engine) -> dict[str, float]:
-    """The figures measured once."""
+    """The figures measured once, after a request that is not: a calibration leaves caches to another model."""
+    measure.prefill_seconds(engine, PROMPTS[0])
     found = {f"prefill {tokens}": measure.prefill_seconds(engine, tokens) for tokens in PROMPTS}
     found[f"decode at {DECODE[0]}"] = measure.decode_seconds(engine, *DECODE)
     return found | of_wave(measure.wave(engine, *WAVE))
@@ -177,8 +196,7 @@ def print_rows(recipe: str, found: dict[str, Any]) -> list[str]:
     for name, seconds in found["measured"].items():
         cells = []
         for kind, bound in BOUNDS.items():
-            predicted = found["predicted"][kind][name]
-            error = predicted / seconds - 1
+            predicted, error = found["predicted"][kind][name], found["errors"][kind][name]
             cells.append(f"{predicted * 1e3:8.2f} ({error:+7.1%})")
             if not abs(error) <= bound:
                 missed.append(f"{name}, {kind}: {error:+.1%}")

@@ -18,8 +18,9 @@ nothing is shown, nor where too many of all possible choices of three settings w
 
 The arrivals of rankings come in bursts, so that requests wait and settings differ. The cost is by mean latencies at
 0.3 of the capacity (``--rank-slo``, ``--rank-share``): the p95 of 60 requests at a higher load has a noise of 25 % on
-a machine with neighbours, and at half of the capacity the settings with few places, which differ most, are left out. The settings differ in the simulator and are spread evenly over the simulated costs. All
-servers run at once, so the settings are those with the recipe's own KV pool.
+a machine with neighbours, and at half of the capacity the settings with few places, which differ most, are left out.
+The settings differ in the simulator and are spread evenly over the simulated costs. All servers run at once, so the
+settings are those with the recipe's own KV pool.
 
 The result is saved after each part.
 """

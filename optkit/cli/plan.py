@@ -70,7 +70,10 @@ def plan(
     ] = 8,
     calibrate: Annotated[
         bool,
-        typer.Option("--calibrate", help="Measure layers on this machine first, 30 seconds at most."),
+        typer.Option(
+            "--calibrate",
+            help="Measure steps of the model on this machine first, with made-up weights: 30 seconds.",
+        ),
     ] = False,
     overrides: Annotated[
         list[str] | None,

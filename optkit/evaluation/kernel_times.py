@@ -155,6 +155,22 @@ class KernelTimes:
         budget, block = self.recipe.runtime.max_num_batched_tokens, self.recipe.runtime.block_size
         return f"{subject} at {where}, chunks of {budget}, blocks of {block}"
 
+    def known_whole(self, graph: Graph, point: Point) -> float | None:
+        """The time of a step that was measured on the whole model; None where there is none."""
+        return self.seconds.get(self.whole_key(graph, point))
+
+    def keep_whole(self, graph: Graph, point: Point, seconds: float) -> None:
+        """Keep ``seconds`` as the time of a step of the whole model, instead of one that was known."""
+        self.seconds[self.whole_key(graph, point)] = seconds
+        if self.keep:
+            replace_text(self.file, json.dumps(self.seconds, indent=1) + "\n")
+
+    def whole_key(self, graph: Graph, point: Point) -> str:
+        """The key of a measurement of the whole model."""
+        graph = variants.at(graph, point.tokens)
+        parts = Parts(graph, infer_shapes(graph, point, self.recipe.runtime.block_size))
+        return self.key(f"steps of {parts.digest(range(len(parts.parts)))}", point, cold=False)
+
     def fits(self, model: Graph) -> bool:
         """True where memory holds ``model`` twice or so: its weights, and their packed copies."""
         return model.num_bytes() <= self.target.memory_bytes // MEMORY_SHARE

@@ -1,10 +1,11 @@
 """Corrections of predictions by short measurements on the machine at hand.
 
-Layers of the planned model are measured as the executor runs them (``optkit.evaluation.kernel_times``), with made-up
-weights, at a few *anchors*: prompts of some lengths, and decodes of a single and of several sequences. The ratio of
-measured to predicted seconds is the correction at an anchor. Between anchors the correction is interpolated in the
-logarithm of the length, and constant beyond the last anchor. Measured times are kept for the machine, so a later plan
-without ``--calibrate`` uses the known anchors.
+Steps of the planned model with made-up weights are measured at a few *anchors*: prompts of some lengths, and decodes of
+a single and of several sequences in two contexts. The ratio of measured to predicted seconds is the correction at an
+anchor. Between anchors the correction is interpolated in the logarithm of the length, of the number of sequences and of
+their context, and constant beyond the last anchor. Of a model
+that does not fit into memory or time as a whole, layers are measured (``optkit.evaluation.kernel_times``), and steps
+are their sums. Measured times are kept for the machine, so a later plan without ``--calibrate`` uses the known anchors.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,21 +21,24 @@ from typing import Any
 from optkit.evaluation.kernel_times import COLD_LAYERS, COLD_REPEATS, FEW_TOKENS, LAYERS, REPEATS, KernelTimes
 from optkit.graph.ir import Graph
 from optkit.graph.shapes import Point
+from optkit.lowering.compiled.hook import fused_nodes
 from optkit.machine.target import Target
+from optkit.plan import whole_model
 from optkit.plan.engine_time import engine_time
 from optkit.plan.steps import Step, StepModel, StepTime
 from optkit.recipe.schema import Recipe
 
 SECONDS = 30.0  # of a calibration, at most
-PROMPTS = (512, 128, 2048)  # tokens, the most important first
+PROMPTS = (512, 128, 2048, 1024)  # tokens, the most important first
 CLIENTS = (1, 8)  # sequences of a decode step, as far as the recipe has places
-DECODE_CONTEXT = 513
+CONTEXTS = (257, 1025)  # of a decode: attention takes another share of each
+FEWEST_ROUNDS = 2  # of steps of a whole model
 START_SECONDS = 1.0  # of a measurement: building and lowering two short models
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """A measured point: seconds of the layers, predicted and measured; ``floor`` is the roofline."""
+    """A measured point: seconds of a step without the engine, predicted and measured; ``floor`` is the roofline."""
 
     point: Point
     predicted: float
@@ -63,7 +68,10 @@ class Calibrated:
         self.model, self.anchors = model, list(anchors)
         prefills = [a for a in anchors if not a.point.is_decode]
         self.prefills = {a.point.tokens: a.factor for a in prefills}
-        self.decodes = {a.point.sequences: a.factor for a in anchors if a.point.is_decode}
+        self.decodes: dict[int, dict[int, float]] = defaultdict(dict)  # by sequences, and context
+        for anchor in anchors:
+            if anchor.point.is_decode:
+                self.decodes[anchor.point.sequences][anchor.point.context] = anchor.factor
 
     def step(self, step: Step) -> StepTime:
         """The predicted time of a step with chunks and decodes."""
@@ -88,7 +96,10 @@ class Calibrated:
     def _factor(self, contexts: Sequence[int], step: Step) -> float:
         if contexts:
             return interpolated(self.prefills, max(contexts))
-        return interpolated(self.decodes, sum(point.sequences for point in step))
+        sequences = sum(point.sequences for point in step)
+        context = sum(point.sequences * point.context for point in step) // max(sequences, 1)
+        by_sequences = {count: interpolated(found, context) for count, found in self.decodes.items()}
+        return interpolated(by_sequences, sequences)
 
     def _corrected(self, found: StepTime, factor: float) -> StepTime:
         found.scale(factor)
@@ -113,10 +124,10 @@ def interpolated(factors: dict[int, float], length: int) -> float:
 def anchor_points(graph: Graph, recipe: Recipe) -> list[Point]:
     """The anchors in the order of their importance, within the context length of the model."""
     longest = min(graph.meta.max_model_len, recipe.runtime.max_model_len or graph.meta.max_model_len)
-    context = min(DECODE_CONTEXT, longest)
+    contexts = dict.fromkeys(min(context, longest) for context in CONTEXTS)
     clients = dict.fromkeys(min(count, recipe.runtime.max_num_seqs) for count in CLIENTS)
     prompts = list(dict.fromkeys(min(tokens, longest) for tokens in PROMPTS))
-    decodes = [Point(count, count, context) for count in clients]
+    decodes = [Point(count, count, context) for context in contexts for count in clients]
     prefills = [Point(tokens, 1, tokens) for tokens in prompts]
     return [prefills[0], *decodes, *prefills[1:]]
 
@@ -139,25 +150,59 @@ def calibrate(
     """
     if target.source != "measured" or target.kind != "cpu":
         return Calibrated(model)
-    known = KnownTimes(target, recipe, keep=False)
-    times = KernelTimes(target, recipe) if measure else known
-    start, anchors = clock(), list[Anchor]()
+    start, points = clock(), anchor_points(graph, recipe)
+
+    def left() -> float:
+        return seconds - (clock() - start)
+
     if measure:
         model = model.with_engine(*engine_time(graph.meta.vocab_size))
-    for point in anchor_points(graph, recipe):
-        predicted = model.at(point, recipe.runtime.max_num_batched_tokens)
-        few = point.tokens <= FEW_TOKENS
-        expected = START_SECONDS + measured_steps(few) * predicted.seconds * layers_share(graph, few)
-        source = times if clock() - start + expected < seconds else known
-        if source is times and measure:
-            progress(f"measuring layers, {point.label} of {point.sequences}")
-        try:
-            measured = source.step_seconds(graph, point)
-        except LookupError:
-            continue
+    predicted = {point: model.at(point, recipe.runtime.max_num_batched_tokens) for point in points}
+    times = KernelTimes(target, recipe) if measure else KnownTimes(target, recipe, keep=False)
+    if measure and can_be_whole(graph, times, sum(found.seconds for found in predicted.values()), left()):
+        progress(f"measuring {len(points)} steps of the whole model")
+        for point, taken in whole_model.step_seconds(graph, points, target, recipe, left=left).items():
+            times.keep_whole(graph, point, taken)
+    anchors = []
+    for point in points:
+        measured = times.known_whole(graph, point) or of_layers(
+            graph, point, times, predicted[point], left() if measure else math.inf, progress
+        )
         if measured:
-            anchors.append(Anchor(point, predicted.seconds - predicted.engine, measured, predicted.floor))
+            without_engine = predicted[point].seconds - predicted[point].engine
+            anchors.append(Anchor(point, without_engine, measured, predicted[point].floor))
     return Calibrated(model, anchors)
+
+
+def can_be_whole(graph: Graph, times: KernelTimes, steps: float, seconds: float) -> bool:
+    """True where memory holds the whole model, and ``seconds`` are enough to build it and for a few rounds.
+
+    Args:
+        steps: predicted seconds of one step at each anchor.
+    """
+    expected = whole_model.building_seconds(graph) + FEWEST_ROUNDS * steps
+    return not fused_nodes(graph) and times.fits(graph) and expected < seconds
+
+
+def of_layers(
+    graph: Graph,
+    point: Point,
+    times: KernelTimes,
+    predicted: StepTime,
+    seconds: float,
+    progress: Callable[[str], None],
+) -> float | None:
+    """The time of a step as the sum of its layers; None where ``seconds`` are too few to measure unknown ones."""
+    few = point.tokens <= FEW_TOKENS
+    expected = START_SECONDS + measured_steps(few) * predicted.seconds * layers_share(graph, few)
+    if expected > seconds:
+        times = KnownTimes(times.target, times.recipe, keep=False)
+    elif not isinstance(times, KnownTimes):
+        progress(f"measuring layers, {point.label} of {point.sequences}")
+    try:
+        return times.step_seconds(graph, point)
+    except LookupError:
+        return None
 
 
 def measured_steps(few: bool) -> int:

@@ -49,7 +49,7 @@ class Request:
         hardware: a YAML file with rows of the user.
         trace: a file of requests; ``scale`` multiplies the lengths.
         slo: an objective as text, in the form of ``optkit.bench.slo``.
-        calibrate: measures layers on the local machine, 30 seconds at most.
+        calibrate: measures steps on the local machine, for 30 seconds at most.
     """
 
     model: str

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bench.plan import measure, sweep
-from bench.plan.__main__ import BOUNDS, print_rows
+from bench.plan.__main__ import BOUNDS, medians, print_rows
 from optkit.plan.virtual import Arrival
 
 
@@ -19,18 +19,21 @@ def test_the_times_of_a_request_are_those_of_its_tokens() -> None:
 
 
 def test_a_prediction_beyond_its_bound_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    found: dict[str, Any] = {
-        "calibration_seconds": 9.0,
-        "anchors": [],
-        "measured": {"prefill 128": 0.1, "decode at 512": 0.01},
-        "predicted": {
+    rounds = [
+        {
+            "measured": {"prefill 128": real, "decode at 512": 0.01},
             "shares": {"prefill 128": 0.12, "decode at 512": 0.005},
-            "calibrated": {"prefill 128": 0.12, "decode at 512": 0.0101},
-        },
-    }
+            "calibrated": {"prefill 128": real * 1.2, "decode at 512": 0.0101},
+        }
+        for real in (0.1, 0.2, 0.1)
+    ]
+    found = {"calibration_seconds": 9.0, "anchors": []} | medians(rounds)
     assert print_rows("r", found) == ["prefill 128, calibrated: +20.0%", "decode at 512, shares: -50.0%"]
     assert "( +20.0%)" in capsys.readouterr().out and BOUNDS == {"shares": 0.3, "calibrated": 0.1}
-    found["predicted"]["shares"]["prefill 128"] = float("nan")
+    assert found["measured"]["prefill 128"] == 0.1 and found["errors"]["calibrated"][
+        "prefill 128"
+    ] == pytest.approx(0.2)
+    found["errors"]["shares"]["prefill 128"] = float("nan")
     assert "prefill 128, shares: +nan%" in print_rows("r", found)
 
 

@@ -1,0 +1,66 @@
+"""Measured steps of a whole planned model, with made-up weights.
+
+A model of a gigabyte is built in seconds, since nothing is read, and its steps take the time of the served model's: no
+sum of layers is needed, each of which may be measured in another minute. Steps are measured in rounds, so that all
+have their share of a disturbance. The mean of a round counts, as for the tokens of an answer, and the median of rounds.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+from optkit.evaluation.short_models import with_values
+from optkit.evaluation.speed import step_function, timed
+from optkit.graph.ir import Graph
+from optkit.graph.shapes import Point
+from optkit.lowering.lower import lower
+from optkit.machine.target import Target
+from optkit.recipe.schema import Recipe
+
+BUILT_BYTES = 150e6  # of weights that are made up and packed in a second, at least
+ROUNDS = 12
+ROUND_SECONDS = 0.05  # of a short step in a round: it is repeated
+MOST_REPEATS = 8
+
+
+def building_seconds(graph: Graph) -> float:
+    """The time to build ``graph``, at most."""
+    return 1.0 + graph.num_bytes() / BUILT_BYTES
+
+
+def step_seconds(
+    graph: Graph,
+    points: Sequence[Point],
+    target: Target,
+    recipe: Recipe,
+    *,
+    left: Callable[[], float],
+) -> dict[Point, float]:
+    """Seconds of a step of ``graph`` at each of ``points``, without the engine's part; fewer points in a short time.
+
+    Args:
+        points: the most important first.
+        left: the seconds that are left; no step is begun that would take longer, as far as is known.
+    """
+    model = lower(with_values(graph), target, consume=True)
+    steps: dict[Point, Callable[[], None]] = {}
+    first: dict[Point, float] = {}
+    for point in points:
+        step = step_function(model, point, recipe)
+        taken = timed(step, 1)
+        if left() < taken:
+            break
+        steps[point], first[point] = step, timed(step, 1)  # the call before was the first: it sizes buffers
+    samples: dict[Point, list[float]] = {point: [seconds] for point, seconds in first.items()}
+    for _ in range(ROUNDS):
+        for point, step in steps.items():
+            count = repeats(first[point])
+            if left() > count * first[point]:
+                samples[point].append(timed(step, count))
+    return {point: statistics.median(found) for point, found in samples.items()}
+
+
+def repeats(seconds: float) -> int:
+    """The calls of a step of ``seconds`` in a round."""
+    return max(1, min(MOST_REPEATS, round(ROUND_SECONDS / max(seconds, 1e-6))))

@@ -1,0 +1,50 @@
+"""Steps of a whole model: rounds, repeats, and the time that is given."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import pytest
+
+from optkit.graph.shapes import Point
+from optkit.plan import whole_model
+from optkit.plan.whole_model import repeats, step_seconds
+from optkit.recipe.load import load_recipe
+from tests.support.graphs import captured
+from tests.support.target import TARGET
+
+POINTS = [Point(64, 1, 64), Point(1, 1, 64), Point(4, 4, 64)]
+RECIPE = load_recipe("ttft-cpu")
+
+
+def test_all_points_of_a_model_are_measured() -> None:
+    found = step_seconds(captured("llama"), POINTS, TARGET, RECIPE, left=lambda: math.inf)
+    assert list(found) == POINTS and all(0 < seconds < 5 for seconds in found.values())
+
+
+@pytest.mark.parametrize(("enough_for", "number"), [(0, 0), (1, 1), (2, 2)])
+def test_the_first_points_are_measured_where_time_is_short(enough_for: int, number: int) -> None:
+    asked = itertools.count()
+    found = step_seconds(
+        captured("llama"), POINTS, TARGET, RECIPE, left=lambda: 100.0 if next(asked) < enough_for else 0.0
+    )
+    assert list(found) == POINTS[:number]
+
+
+def test_the_median_of_rounds_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stall in one round, however long, is no part of the time; a step that is short is repeated."""
+    rounds, counts = itertools.count(), list[int]()
+
+    def timed(step: Callable[[], None], count: int) -> float:
+        counts.append(count)
+        return 60.0 if next(rounds) == 5 else 0.01
+
+    monkeypatch.setattr(whole_model, "timed", timed)
+    found = step_seconds(captured("llama"), POINTS[:1], TARGET, RECIPE, left=lambda: math.inf)
+    assert found == {POINTS[0]: 0.01} and counts[-1] == repeats(0.01) == 5
+
+
+def test_steps_of_a_second_are_not_repeated() -> None:
+    assert repeats(1.0) == repeats(60.0) == 1 and repeats(0.001) == repeats(0.0) == whole_model.MOST_REPEATS
