@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -132,12 +132,14 @@ def tune(
     check_goal(objective)
     shape = Shape(input_len, output_len, objective.load or Load(clients=1))
     shape.config(1, seed).check()
+    check_answers(objective, output_len)
     sources = named(recipes or default_recipes(objective))
     for name, source in sources.items():
         if load_recipe(source).target != "cpu":
             fix = "give recipes with target: cpu"
             raise UserError("tuning is for CPUs so far", where=f"recipe {name}", fix=fix)
     directory = Path(out) if out is not None else Path("tuned")
+    refuse_to_overwrite(directory, sources, force=force)
 
     def line(text: str) -> None:
         if progress is not None:
@@ -168,6 +170,42 @@ def tune(
         return _report_of(outcome, files, journal.elapsed, objective, shape)
     finally:
         journal.close()
+
+
+def check_answers(objective: Slo, output_len: int) -> None:
+    """Refuse bounds on the time between tokens for answers of one token.
+
+    Raises:
+        UserError: a bound that no request would measure.
+    """
+    between = next((term for term in objective.terms if term.metric in BY_METRIC), None)
+    if between is not None and output_len < 2:
+        what = f"answers of {output_len} token have no {between.metric}"
+        raise UserError(what, where=f"--slo {objective}", fix="give an --output-len of 2 or more")
+
+
+def refuse_to_overwrite(directory: Path, sources: Mapping[str, str], *, force: bool) -> None:
+    """Refuse a directory with files that a tuning writes and that come from no tuning.
+
+    Args:
+        sources: names or files of recipes by name; none may be a file that the tuning writes, with ``force`` either.
+        force: overwrites other files.
+
+    Raises:
+        UserError: a file would be overwritten.
+    """
+    from optkit.tune.journal import NAME
+    from optkit.tune.report import RECIPE, REPORT, TRIALS
+
+    written = [directory / name for name in (RECIPE, REPORT, TRIALS)]
+    for source in sources.values():
+        if Path(source).absolute() in [file.absolute() for file in written]:
+            fix = "give another -o DIR, or copy the recipe"
+            raise UserError("the recipe would be overwritten by the result", where=source, fix=fix)
+    strange = next((file for file in written if file.exists()), None)
+    if strange is not None and not force and not (directory / NAME).exists():
+        fix = "give another -o DIR, or --force to overwrite it"
+        raise UserError("the file is of no tuning and would be overwritten", where=str(strange), fix=fix)
 
 
 def default_recipes(slo: Slo) -> list[str]:

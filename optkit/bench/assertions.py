@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from optkit.bench.comparison import Quantity, ratio
-from optkit.bench.metrics import LatencyBounds
+from optkit.bench.metrics import OPTKIT, LatencyBounds
 from optkit.bench.slo import Slo, Term, parse_slo
 from optkit.bench.statistics import (
     mean_interval,
@@ -115,12 +115,17 @@ class Joint:
         misses = sum(not self.bounds.met(r) for r in records)
         allowed = misses_allowed(len(records), self.share)
         counts = f"{misses} of {len(records)} requests miss"
+        needed = samples_needed(self.share)
         if allowed is None:
-            return Checked(
-                self.text,
-                "not shown",
-                f"{samples_needed(self.share)} requests needed, {len(records)} measured",
-            )
+            return Checked(self.text, "not shown", f"{needed} requests needed, {len(records)} measured")
+        for name in self.bounds.bounds():
+            sampled = sum(not r.ok or bool(OPTKIT[name].samples(r)) for r in records)
+            if sampled < needed:  # answers of one token have no TPOT
+                return Checked(
+                    self.text,
+                    "not shown",
+                    f"{needed} requests with {name.upper()} needed, {sampled} measured",
+                )
         if misses <= allowed:
             return Checked(self.text, "held", f"{counts}, {allowed} may")
         met = misses_allowed(len(records), 100 - self.share)
@@ -178,9 +183,9 @@ class Relative:
 
     def check(self, result: BenchResult) -> Checked:
         other = other_side(self.side, result.sides, self.text)
-        failed = sum(not r.ok for r in result.records(result.sides[0]))
-        if failed:
-            return Checked(self.text, "not shown", f"{failed} requests of {result.sides[0]} failed")
+        for side in (result.sides[0], other):
+            if failed := sum(not r.ok for r in result.records(side)):
+                return Checked(self.text, "not shown", f"{failed} requests of {side} failed")
         found = ratio(result, other, self.of)
         if found.interval is None:
             return Checked(self.text, "not shown", found.reason)

@@ -30,6 +30,7 @@ MALFORMED = (
 )  # of streams in another format
 Result = TypeVar("Result")
 
+MOST_TOKENS = 1 << 31  # of a request, in ``usage``
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
 
@@ -168,12 +169,12 @@ async def _read(response: httpx.Response, record: RequestRecord) -> None:
         if event.get("error"):
             raise ValueError(f"error in the stream: {event['error']}")
         usage = event.get("usage") or {}
+        _take_usage(record, usage)
         if event.get("choices"):
             text = _text(event["choices"][0])
             total = usage.get("completion_tokens", counted + bool(text))
             record.chunks.append(Chunk(now, total - counted, empty=not text))
             counted = total
-        _take_usage(record, usage)
     if record.done is None:
         record.error = "the stream ended without [DONE]"
     elif record.first_token is None:
@@ -200,12 +201,20 @@ def _text(choice: dict[str, Any]) -> str:
 
 
 def _take_usage(record: RequestRecord, usage: dict[str, Any]) -> None:
-    if not usage:
-        return
-    record.prompt_tokens = usage.get("prompt_tokens", record.prompt_tokens)
-    record.output_tokens = usage.get("completion_tokens", record.output_tokens)
+    """Keep the counts of ``usage`` in ``record``.
+
+    Raises:
+        ValueError: a count is no number of tokens.
+    """
     details = usage.get("prompt_tokens_details") or {}
-    record.cached_tokens = details.get("cached_tokens") or record.cached_tokens
+    prompt, output = usage.get("prompt_tokens"), usage.get("completion_tokens")
+    cached = details.get("cached_tokens") if isinstance(details, dict) else details
+    for count in (prompt, output, cached):
+        if count is not None and not (type(count) is int and 0 <= count < MOST_TOKENS):
+            raise ValueError(f"usage counts {str(count)[:40]!r} tokens")
+    record.prompt_tokens = prompt if prompt is not None else record.prompt_tokens
+    record.output_tokens = output if output is not None else record.output_tokens
+    record.cached_tokens = cached or record.cached_tokens
     if isinstance(parts := usage.get("ttft_details"), list) and parts and isinstance(parts[0], dict):
         record.ttft_details = parts[0]
 

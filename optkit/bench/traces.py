@@ -96,7 +96,7 @@ def _rows(file: TextIO, path: str) -> Iterator[TraceRow]:
     for number, values in lines:
         try:
             yield _checked(parse(values))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
             fix = "a line is as in Mooncake's traces: timestamp (ms), input_length, output_length, hash_ids"
             raise UserError(
                 f"no request of a trace ({reason(error)})", where=f"{path}:{number}", fix=fix

@@ -85,6 +85,8 @@ class WorkloadConfig:
                 where="workload",
                 fix="give 0 or more",
             )
+        if self.seed < 0:
+            raise UserError(f"seed must not be negative: {self.seed}", where="workload", fix="give 0 or more")
         if self.request_rate is None and self.max_concurrency is None and not self.trace:
             raise UserError(
                 "neither a request rate nor a concurrency", where="workload", fix="give one of them"

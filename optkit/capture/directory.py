@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from optkit.capture.quantized import architecture_config, capture_quantized
 from optkit.capture.streamed import capture_streamed
 from optkit.checkpoint.adapter import Adapter
 from optkit.checkpoint.source import Source, open_source
+from optkit.checkpoint.text_part import text_name
 from optkit.errors import UserError
 from optkit.graph.ir import Graph
 
@@ -53,11 +55,20 @@ def capture_directory(
         return streamed
     model = load_model(source, weights)
     notes = [source.text.note] if source.text else []
-    notes += merge_adapters(model, adapters)
+    notes += merge_adapters(model, adapters if source.text is None else map(of_text, adapters))
     graph = capture(model, max_model_len=max_model_len)
     for note in notes:
         graph.add_note(note)
     return graph
+
+
+def of_text(adapter: Adapter) -> Adapter:
+    """An adapter of a multimodal model with the names of the text model."""
+    return replace(
+        adapter,
+        updates={text_name(name): update for name, update in adapter.updates.items()},
+        saved={text_name(name): value for name, value in adapter.saved.items()},
+    )
 
 
 def load_model(source: Source, weights: bool) -> Any:

@@ -12,7 +12,7 @@ to the loading by transformers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from optkit.capture.export import capture
 from optkit.capture.limits import MAX_LOADED_BYTES
 from optkit.capture.loading import build_model, read_config, refusals
+from optkit.checkpoint.adapter import Adapter
 from optkit.checkpoint.source import Source
 from optkit.checkpoint.tensors import STORED_BYTES, float_bytes, stored
 from optkit.graph.ir import Graph
@@ -38,7 +39,19 @@ def capture_streamed(source: Source, max_model_len: int | None = None) -> Graph 
     Raises:
         UnsupportedModel: the model can't be captured; the message has the reason.
     """
-    if source.layers or source.float4 or source.text or float_bytes(source.info) <= MAX_LOADED_BYTES:
+    if float_bytes(source.info) <= MAX_LOADED_BYTES:
+        return None
+    found = streamed_class(source)
+    if found is None:
+        return None
+    model = skeleton(*found[:2], source, found[2])
+    graph = capture(model, max_model_len=max_model_len, give_weights=partial(fill, model))
+    return with_stored_weights(graph, source)
+
+
+def streamed_class(source: Source) -> tuple[Any, Any, dict[str, torch.Size]] | None:
+    """Class, configuration and shapes of a model whose weights stay on disk; None for a model to be loaded whole."""
+    if source.layers or source.float4 or source.text:
         return None
     config = read_config(source.directory)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -47,9 +60,14 @@ def capture_streamed(source: Source, max_model_len: int | None = None) -> Graph 
     shapes = parameter_shapes(model_class, config, str(source.directory))
     if not fits(shapes, source, tied=bool(getattr(config, "tie_word_embeddings", False))):
         return None
-    model = skeleton(model_class, config, source, shapes)
-    graph = capture(model, max_model_len=max_model_len, give_weights=partial(fill, model))
-    return with_stored_weights(graph, source)
+    return model_class, config, shapes
+
+
+def is_loaded_whole(source: Source, adapters: Sequence[Adapter] = ()) -> bool:
+    """True where the capture of a large float checkpoint loads all weights as float32."""
+    if source.layers or source.float4 or float_bytes(source.info) <= MAX_LOADED_BYTES:
+        return False
+    return bool(adapters) or streamed_class(source) is None
 
 
 def parameter_shapes(model_class: Any, config: Any, where: str) -> dict[str, torch.Size]:

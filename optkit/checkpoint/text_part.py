@@ -22,6 +22,7 @@ So a decoder type without a class of its own for text is read as the plain type 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from optkit.errors import UnsupportedModel
 
 PARTS = ("text_config", "vision_config", "audio_config")
 NAME = re.compile(
-    r"(?:model\.language_model|language_model\.model)\.(?P<inner>.+)|(?:language_model\.)?(?P<head>lm_head\..+)"
+    r"(?:model\.language_model|language_model\.model)\.(?P<inner>.+)|(?:language_model\.)?(?P<head>lm_head(?:\..+)?)"
 )
 PLAIN = re.compile(r"model\.(?:layers|embed_tokens|norm)\..+")
 HEAD = "lm_head.weight"
@@ -89,7 +90,7 @@ def text_part(directory: Path, info: CheckpointInfo) -> TextPart | None:
     config |= {
         "model_type": kind,
         "architectures": [model_class.__name__],
-        "tie_word_embeddings": is_tied(whole, stored),
+        "tie_word_embeddings": is_tied(whole, inner, stored, where),
     }
     for key in ("quantization_config", "eos_token_id", "bos_token_id", "pad_token_id"):
         if info.config.get(key) is not None and (key == "quantization_config" or config.get(key) is None):
@@ -113,18 +114,34 @@ def plain_config(config: dict[str, Any]) -> tuple[dict[str, Any], str]:
     return kept, kind
 
 
-def is_tied(whole: Any, stored: dict[str, str]) -> bool:
-    """True where the output head is the embedding: no head in the files, or without files by the configuration."""
-    return HEAD not in stored if stored else bool(getattr(whole, "tie_word_embeddings", False))
+def is_tied(whole: Any, inner: Any, stored: Mapping[str, str], where: str) -> bool:
+    """True where the output head is the embedding: the configuration says so, and no head is in the files.
+
+    Raises:
+        UnsupportedModel: the configuration asks for a head that the files lack.
+    """
+    if HEAD in stored:
+        return False
+    tied = any(bool(getattr(config, "tie_word_embeddings", False)) for config in (whole, inner))
+    if stored and not tied:
+        raise UnsupportedModel(f"the checkpoint has no tensor for {HEAD}", where=where)
+    return tied
+
+
+def text_name(name: str) -> str:
+    """The name in the text model of a module or tensor of the whole model; other names stay."""
+    match = NAME.fullmatch(name)
+    if match is None:
+        return name
+    return match["head"] or f"model.{match['inner']}"
 
 
 def text_names(names: set[str]) -> dict[str, str]:
     """The decoder's tensors of ``names``: the name in the files, by name in the text model."""
     found = {}
     for name in sorted(names):
-        match = NAME.fullmatch(name)
-        if match:
-            found[match["head"] or f"model.{match['inner']}"] = name
+        if NAME.fullmatch(name):
+            found[text_name(name)] = name
     if any(name.startswith("model.") for name in found):
         return found
     return found | {name: name for name in sorted(names) if PLAIN.fullmatch(name)}

@@ -28,9 +28,10 @@ from optkit.kernels.cpu.emit import Arguments, Quantization
 from optkit.kernels.cpu.gather import has_exact_reciprocal
 from optkit.kernels.cpu.program import NODES, Builder, View
 
-# No two sizes are equal, so a first dimension identifies the kind of row.
-PROBE, PROBE_BLOCK = Point(tokens=11, sequences=3, context=37), 5
-ROWS = {PROBE.tokens: TOKENS, PROBE.sequences: LOGITS}
+# Batches whose shapes tell what has a row a token or a row a sequence. A single one would take any 3 in a model for the
+# number of sequences.
+PROBES = (Point(tokens=11, sequences=3, context=37), Point(tokens=13, sequences=2, context=41))
+PROBE_BLOCK = 5
 DIVIDE = "aten.div.Tensor"
 PAIRS = {"aten.add.Tensor", "aten.mul.Tensor", DIVIDE}
 SPLITS = {"aten.split_with_sizes.default", "aten.split.Tensor"}
@@ -45,7 +46,9 @@ class Programs:
 
     def __init__(self, graph: Graph, native: set[fx.Node]) -> None:
         """``native`` are the nodes whose kernel is native."""
-        self.graph, self.values = graph, infer_shapes(graph, PROBE, PROBE_BLOCK, half=False)
+        self.graph = graph
+        self.values, others = (infer_shapes(graph, point, PROBE_BLOCK, half=False) for point in PROBES)
+        self.rows = {node: kind_of_rows(value, others[node]) for node, value in self.values.items()}
         self.ops = {node: name for node in native if (name := ops.op_name(node.target)) in emitters()}
         self.sizes = {node: node.args[1] for node in graph.fx.nodes if ops.op_name(node.target) in SPLITS}
         self.stage: dict[fx.Node, int] = {}
@@ -114,13 +117,11 @@ class Programs:
         value, name = self.values[source], ops.op_name(node.target)
         if name in SPLITS:
             return value.dim() == 2 and (*node.args[2:], 0)[0] in (1, -1)
-        return name in RESHAPES and self.values[node].shape[0] == value.shape[0]
+        return name in RESHAPES and self._has_rows(node) and self.rows[node] == self.rows[source]
 
     def _has_rows(self, node: fx.Node) -> bool:
         """True where the first result has a row a token, or a row a row of logits."""
-        value = self.values[node]
-        value = value if isinstance(value, Tensor) else value[0]
-        return value.dim() > 0 and int(value.shape[0]) in ROWS
+        return self.rows[node] is not None
 
     def _is_typed(self, node: fx.Node) -> bool:
         value = self.values[node]
@@ -155,7 +156,7 @@ class Programs:
             call = graph.call_function(program, (*batch, *(pools or [None]), *inputs))
             parts = [graph.call_function(operator.getitem, (call, i)) for i in range(len(outputs))]
         for node, part in zip(outputs, parts, strict=True):
-            self.values[part] = self.values[node]
+            self.values[part], self.rows[part] = self.values[node], self.rows[node]
             node.replace_all_uses_with(part)
 
 
@@ -196,7 +197,7 @@ class Segment:
         graph = self.owner.graph.fx
         with graph.inserting_after(node):
             copy = graph.node_copy(node)
-        self.owner.values[copy] = self.owner.values[node]
+        self.owner.values[copy], self.owner.rows[copy] = self.owner.values[node], self.owner.rows[node]
         node.replace_all_uses_with(copy, delete_user_cb=lambda user: user not in self.inside)
 
     def _emit(self, node: fx.Node) -> None:
@@ -289,11 +290,31 @@ class Segment:
     def _view(self, node: Any) -> View:
         if node not in self.views:
             value = self.owner.values[node]
-            rows = ROWS.get(int(value.shape[0]), TOKENS)
+            kind = self.owner.rows[node]
+            rows = TOKENS if kind is None else kind
             check = node.op != "placeholder"  # the runner makes those
             self.views[node] = self.builder.input(rows, value.shape[1:], value.dtype, check=check)
             self.inputs.append(node)
         return self.views[node]
+
+
+def kind_of_rows(*values: Any) -> int | None:
+    """The kind of row of a value at the ``PROBES``, by its first result; None for a value without such rows.
+
+    Args:
+        values: meta tensors, or tuples of results.
+    """
+    found = [value[0] if isinstance(value, (tuple, list)) else value for value in values]
+    if not all(isinstance(value, Tensor) and value.dim() > 0 for value in found):
+        return None
+    if any(value.shape[1:] != found[0].shape[1:] for value in found):
+        return None
+    numbers = [int(value.shape[0]) for value in found]
+    kinds = {
+        TOKENS: [point.tokens for point in PROBES],
+        LOGITS: [point.sequences for point in PROBES],
+    }
+    return next((kind for kind, sizes in kinds.items() if sizes == numbers), None)
 
 
 def is_result(node: fx.Node, ops: Mapping[fx.Node, str]) -> bool:

@@ -140,6 +140,8 @@ def optimize(
         UserError: model, recipe or output can't be used; nothing is written.
         PassFailed: a pass broke the graph (a bug in the pass).
     """
+    from optkit.capture.streamed import is_loaded_whole
+    from optkit.checkpoint.source import open_source
     from optkit.pipeline.publish import write_artifact
 
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
@@ -153,7 +155,8 @@ def optimize(
     target = present_target(recipe.target, where=f"recipe {recipe.name}")
     if target.kind == "cpu":
         copies = recipe.files.float_copies
-        found = estimate(info, resolved, target, final_tokens, float_copies=copies)
+        whole = is_loaded_whole(open_source(source.directory), source.adapters)
+        found = estimate(info, resolved, target, final_tokens, float_copies=copies, loaded_whole=whole)
         progress(found.line())
         refuse_what_cannot_fit(found, target, out)
     if target.name != recipe.target:

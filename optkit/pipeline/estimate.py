@@ -74,11 +74,13 @@ def estimate(
     final_tokens: int,
     *,
     float_copies: bool = False,
+    loaded_whole: bool = False,
 ) -> Estimate:
     """The estimate of a run of the passes ``resolved`` on the checkpoint ``info``.
 
     Args:
         float_copies: the artifact may have float32 copies of the layers (``files`` of a recipe).
+        loaded_whole: the capture loads all weights, however large (``optkit.capture.streamed``).
     """
     sizes = [math.prod(tensor.shape) for tensor in info.tensors.values()]
     parameters, largest = sum(sizes), max(sizes, default=0)
@@ -86,7 +88,7 @@ def estimate(
     vocabulary = int(info.config.get("vocab_size") or 0)
     tokens = min(final_tokens, most_tokens(parameters))
     served = result_bytes(parameters, largest, passes)
-    memory = run_memory(parameters, largest, vocabulary, served, target)
+    memory = run_memory(parameters, largest, vocabulary, served, target, loaded_whole=loaded_whole)
     changed = sum(4 * parameters for one in passes if one.pass_class.stage == Stage.TRANSFORM)
     logits = min(KEPT_ON_DISK, 4 * tokens * vocabulary) if 4 * parameters > weight_limit(target) else 0
     copies = 4 * parameters if float_copies else 0
@@ -99,10 +101,19 @@ def estimate(
     return Estimate(parameters, seconds, memory, served, disk)
 
 
-def run_memory(parameters: int, largest: int, vocabulary: int, served: float, target: Target) -> float:
+def run_memory(
+    parameters: int,
+    largest: int,
+    vocabulary: int,
+    served: float,
+    target: Target,
+    *,
+    loaded_whole: bool = False,
+) -> float:
     """Bytes of memory of a run at the peak: the capture, or a measurement."""
     floats = 4 * parameters
-    capture = 1.2 * floats if floats <= MAX_LOADED_BYTES else 1.3 * 4 * largest
+    whole = loaded_whole or floats <= MAX_LOADED_BYTES
+    capture = 1.2 * floats if whole else 1.3 * 4 * largest
     limit = weight_limit(target)
     speed = min(2 * floats, limit) + served
     quality = (

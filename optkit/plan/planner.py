@@ -182,6 +182,17 @@ def objective(text: str, file: Path | None) -> Slo:
         raise UserError(
             "an objective needs a load", where=f"--slo {slo}", fix="add --trace FILE, or @4rps at its end"
         )
+    if slo.load is not None and slo.load.rate is None:
+        raise UserError(
+            "the load of a plan is a rate", where=f"--slo {slo}", fix="write @4rps, or nothing after @"
+        )
+    if (
+        slo.load is not None
+        and slo.load.rate is not None
+        and not (trace.LEAST_RATE <= slo.load.rate <= trace.MOST_RATE)
+    ):
+        what = f"no rate for a plan: {slo.load.rate:g} requests/s"
+        raise UserError(what, where=f"--slo {slo}", fix=f"give {trace.LEAST_RATE:g} to {trace.MOST_RATE:g}")
     if slo.share is not None:
         share = f"p{100 * slo.share:g}"
         slo = replace(slo, terms=tuple(replace(term, statistic=share) for term in slo.terms))
@@ -300,6 +311,8 @@ def replicas_of(
     found, last = replicas.fewest(arrivals, demand, holds)
     single = replicas.load(arrivals, 1, demand)
     cause = "" if found else missed(last, slo, output)
+    if last.saturated and last.replicas == len(arrivals):
+        cause += f"; so many requests do not tell how many more than {last.replicas} replicas would"
     return Replicas(name, trace.mean_rate(arrivals), len(arrivals), found, single, cause)
 
 

@@ -5,6 +5,7 @@ A plan counts every prompt of a trace as computed in full: prefixes that prompts
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,9 @@ from optkit.errors import UserError
 from optkit.plan.virtual import Arrival
 from optkit.recipe.schema import Workload
 
-POISSON_REQUESTS = 2000  # of a load without a trace
+POISSON_REQUESTS = (2000, 100_000)  # of a load without a trace, at least and at most
+POISSON_SECONDS = 10.0
+LEAST_RATE, MOST_RATE = 1e-6, 1e6  # requests/s
 
 
 def read_trace(path: Path, scale: float = 1.0) -> list[Arrival]:
@@ -30,15 +33,20 @@ def read_trace(path: Path, scale: float = 1.0) -> list[Arrival]:
     if len(rows) < 2 or rows[0].at == rows[-1].at:
         what = "a plan needs a rate of arrivals, so two requests at different times at least"
         raise UserError(what, where=str(path), fix="add requests, or later timestamps")
-    return [Arrival(row.at - rows[0].at, row.input_len, row.output_len) for row in rows]
+    found = [Arrival(row.at - rows[0].at, row.input_len, row.output_len) for row in rows]
+    if not mean_rate(found) <= MOST_RATE:
+        fix = "timestamps are milliseconds"
+        raise UserError(f"more than {MOST_RATE:g} requests/s", where=str(path), fix=fix)
+    return found
 
 
 def poisson(workload: Workload, rate: float, seed: int = 0) -> list[Arrival]:
     """Arrivals of ``rate`` requests/s as a Poisson process, with the prompt lengths and the outputs of ``workload``."""
     generator = random.Random(seed)
+    count = min(max(POISSON_REQUESTS[0], math.ceil(rate * POISSON_SECONDS)), POISSON_REQUESTS[1])
     lengths = workload.lengths()
     at, found = 0.0, []
-    for prompt in generator.choices(list(lengths), list(lengths.values()), k=POISSON_REQUESTS):
+    for prompt in generator.choices(list(lengths), list(lengths.values()), k=count):
         found.append(Arrival(at, prompt, workload.output_tokens))
         at += generator.expovariate(rate)
     return found

@@ -79,7 +79,7 @@ def excess(term: Term, found: float) -> float:
 
 def cost(slo: Slo, records: Sequence[RequestRecord]) -> float:
     """The cost of a run; at most 1 where the objective holds."""
-    if not records:
+    if not records or any(not measured(term, records) for term in slo.terms):
         return math.inf
     if slo.share is not None:
         return _quantile([request_cost(slo, record) for record in records], slo.share)
@@ -98,26 +98,30 @@ def is_within(term: Term, record: RequestRecord) -> bool:
     return record.ok and all(term.met(sample) for sample in samples(term, record))
 
 
+def measured(term: Term, records: Sequence[RequestRecord]) -> int:
+    """The requests with a sample of ``term``; all of them for a rate. An answer of one token has no TPOT."""
+    if term.metric in RATES:
+        return len(records)
+    return sum(bool(samples(term, record)) for record in records)
+
+
 def is_held(slo: Slo, records: Sequence[RequestRecord]) -> list[str]:
     """A line for each part of the objective not shown by ``records`` at 95 % confidence; empty where all are shown.
 
     A percentile and a share need enough requests within the bound (``optkit.bench.statistics.is_shown``), a mean has
-    Student's interval, a rate counts as measured.
+    Student's interval, a rate counts as measured. Requests without a sample show nothing.
     """
     if slo.share is not None:
         misses = sum(not all(is_within(term, record) for term in slo.terms) for record in records)
-        return (
-            []
-            if is_shown(len(records), misses, 100 * slo.share)
-            else [_not_shown(str(slo), misses, len(records))]
-        )
+        fewest = min(measured(term, records) for term in slo.terms)
+        return [] if is_shown(fewest, misses, 100 * slo.share) else [_not_shown(str(slo), misses, fewest)]
     lines = []
     for term in slo.terms:
         percentile = term.percentile
         if percentile is not None and term.is_upper:
             misses = sum(not is_within(term, record) for record in records)
-            if not is_shown(len(records), misses, percentile):
-                lines.append(_not_shown(str(term), misses, len(records)))
+            if not is_shown(measured(term, records), misses, percentile):
+                lines.append(_not_shown(str(term), misses, measured(term, records)))
         elif not term.met(_worst(term, records)):
             lines.append(f"{term}: {_worst(term, records):.4g}")
     return lines
@@ -131,7 +135,9 @@ def _worst(term: Term, records: Sequence[RequestRecord]) -> float:
 
 
 def _not_shown(what: str, misses: int, requests: int) -> str:
-    return f"{what}: {misses} of {requests} requests miss it"
+    return (
+        f"{what}: {misses} of {requests} requests miss it" if requests else f"{what}: no request has a sample"
+    )
 
 
 def needed_share(slo: Slo) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,6 +46,11 @@ class Trial:
     reason: str
     seconds: float
     at: float
+
+
+def checksum_of(line: Mapping[str, Any]) -> int:
+    """The CRC-32 of a line of the journal."""
+    return zlib.crc32(json.dumps(line, sort_keys=True).encode())
 
 
 class Journal:
@@ -105,10 +111,12 @@ class Journal:
             raise UserError("it is of another task or version", where=str(self.file), fix=fix)
         for number, line in enumerate(lines[1:], 2):
             try:
-                times = float(line["seconds"]), float(line["at"])
-                trial = Trial(str(line["key"]), line["result"], str(line["reason"]), *times)
-            except (KeyError, TypeError, ValueError) as error:
+                checksum = line.pop("crc32")
+                trial = Trial(**line)
+            except (KeyError, TypeError, AttributeError) as error:
                 raise self._damaged(number) from error
+            if checksum != checksum_of(line):
+                raise self._damaged(number)
             self.trials[trial.key] = trial
         self.resumed = len(self.trials)
         self._begin -= max((trial.at for trial in self.trials.values()), default=0.0)
@@ -134,7 +142,8 @@ class Journal:
         except (TrialFailed, UserError) as error:
             result, reason = None, str(error)
         trial = Trial(key, result, reason, self.clock() - start, self.elapsed)
-        self._append(asdict(trial))
+        line = asdict(trial)
+        self._append(line | {"crc32": checksum_of(line)})
         self.trials[key] = trial
         return trial
 

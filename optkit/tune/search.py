@@ -374,7 +374,9 @@ class Search:
     def _advise(self, setting: Setting) -> None:
         from optkit.tune.advice import advice
 
-        if all(_ended_early(one) for one in self.outcome.orders):
+        orders, row = self.outcome.orders, self.simulated.get(setting)
+        hopeless = row is not None and _number(row["cost"]) > 1 and not any(one["values"] for one in orders)
+        if all(map(_ended_early, orders)) and not hopeless:
             line = "no order of arrival missed the objective: a larger --budget lets the confirmation end"
             self.outcome.advice = [line]
             return

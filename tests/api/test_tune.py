@@ -50,6 +50,7 @@ def test_recipes_are_named_by_themselves(tmp_path: Path) -> None:
         ({"recipes": ["ttft-h100"]}, "tuning is for CPUs"),
         ({"recipes": ["no-such"]}, "no such recipe"),
         ({"input_len": 0}, "input_len must be positive"),
+        ({"slo": "95%:ttft<700ms,tpot<20ms", "output_len": 1}, "answers of 1 token have no tpot"),
     ],
 )
 def test_wrong_arguments_are_user_errors_before_any_work(
@@ -103,3 +104,15 @@ def test_a_tuning_writes_its_files_and_a_second_call_repeats_nothing(
     with pytest.raises(UserError, match="another task"):
         optkit.tune("my-model", "ttft_p95<800ms@1rps", **arguments)
     assert optkit.tune("my-model", "ttft_p95<1ms@1rps", **arguments, force=True).exit_code == 3
+
+
+def test_files_of_others_are_not_overwritten(tmp_path: Path) -> None:
+    mine = tmp_path / "recipe.yaml"
+    mine.write_text("schema_version: 1\nname: mine\nextends: baseline\n# a comment\n")
+    for recipes, force, message in (
+        ([str(mine)], True, "the recipe would be overwritten"),
+        (["baseline"], False, "the file is of no tuning"),
+    ):
+        with pytest.raises(UserError, match=message):
+            optkit.tune("no-model", slo="ttft<700", out=tmp_path, recipes=recipes, force=force)
+    assert "a comment" in mine.read_text() and [file.name for file in tmp_path.iterdir()] == ["recipe.yaml"]

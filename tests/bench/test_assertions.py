@@ -170,3 +170,25 @@ def test_a_claim_knows_what_it_needs(text: str, requests: int, rounds: int) -> N
     assert (
         claim.too_few(*fewer) is not None and checked(text, fewer[0], rounds=fewer[1]).outcome == "not shown"
     )
+
+
+@pytest.mark.parametrize(("tokens", "outcome"), [(1, "not shown"), (2, "held")])
+def test_bounds_without_a_sample_are_not_shown(tokens: int, outcome: str) -> None:
+    """An answer of one token has no TPOT, so no number of them shows a bound on it."""
+    made = result_of(1, 60, lambda side, r, i: 0.5, sides=("a",))
+    made.turns[0].records[:] = [record(i, 0.5, tokens=tokens) for i in range(60)]
+    found = one("95%:ttft<700ms,tpot<150ms").check(made)
+    assert found.outcome == outcome
+    if tokens == 1:
+        assert found.detail == "59 requests with TPOT needed, 0 measured"
+    assert one("95%:ttft<700ms").check(made).outcome == "held"
+
+
+@pytest.mark.parametrize("text", ["request_throughput>=1.5x b", "output_throughput>=0.1x", "ttft_p50<=2x b"])
+def test_a_side_that_refuses_requests_is_not_slower(text: str) -> None:
+    made = result_of(6, 4, lambda side, r, i: 0.5)
+    for turn in made.turns:
+        if turn.side == "b":
+            turn.records[2:] = [broken(i) for i in (2, 3)]
+    found = one(text).check(made)
+    assert found.outcome == "not shown" and found.detail == "12 requests of b failed"

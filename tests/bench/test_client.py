@@ -159,3 +159,10 @@ def test_a_workload_runs_inside_of_a_running_event_loop_as_in_a_notebook():
 
     _, _, records = asyncio.run(cell())
     assert len(records) == 3 and all(r.ok for r in records)
+
+
+@pytest.mark.parametrize("count", ["4", [4], -5, True, 10**400, 1.5])
+def test_a_count_of_tokens_that_is_none_is_a_failed_request(count: object) -> None:
+    last = {"choices": [], "usage": {"prompt_tokens": 8, "completion_tokens": count}}
+    _, _, records = run(lambda body: [text("a"), last, "[DONE]"], num_prompts=1)
+    assert not records[0].ok and "usage counts" in str(records[0].error)

@@ -49,6 +49,7 @@ def test_scale_divides_lengths_and_blocks() -> None:
         ('{"timestamp": 0}\n', "trace:1"),
         ('{"timestamp": 0, "input_length": 0, "output_length": 1}\n', "length 0"),
         ('{"timestamp": 0, "input_length": 1.5, "output_length": 1}\n', "length 1.5"),
+        ('{"timestamp": ' + "9" * 400 + ', "input_length": 1, "output_length": 1}\n', "trace:1"),
         ('{"timestamp": -1, "input_length": 1, "output_length": 1}\n', "time"),
         ('{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": ["a"]}\n', "hash_ids"),
         ("{broken\n", "trace:1"),

@@ -52,6 +52,7 @@ def test_poisson_arrivals_start_at_zero_and_have_the_rate():
         {"num_prefixes": 2},
         {"shared_prefix_len": -1},
         {"trace_scale": 0.5},
+        {"seed": -1},
         {"trace": "x", "turns": 2},
         {"trace": "x", "shared_prefix_len": 2},
         {"trace": "x", "burstiness": 2.0, "request_rate": 1.0},

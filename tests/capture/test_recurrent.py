@@ -34,6 +34,7 @@ pytestmark = pytest.mark.skipif(
 STATES = {
     "lfm2": ["conv_state_0", "conv_state_2"],
     "olmo_hybrid": ["conv_state_0", "recurrent_state_0"],
+    "qwen3_5_text": ["conv_state_0", "recurrent_state_0"],
     "bamba": ["conv_state_0", "ssm_state_0"],
     "falcon_h1": ["conv_state_0", "ssm_state_0", "conv_state_1", "ssm_state_1"],
     "jamba": ["conv_state_0", "ssm_state_0"],

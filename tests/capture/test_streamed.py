@@ -12,11 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from optkit.capture import capture_directory, export, streamed
 from optkit.checkpoint import tensors
+from optkit.checkpoint.source import open_source
 from optkit.errors import UnsupportedModel
 from optkit.graph.ir import Graph
 from optkit.graph.stored import StoredTensor
 from optkit.kernels import reference
 from tests.support.architectures import tiny_model
+from tests.support.composite import composite_model
 from tests.support.graphs import dense
 from tests.support.model_directory import VOCABULARY, save_model
 from tests.support.small_runs import IDS, transformers_logits
@@ -117,3 +119,16 @@ def test_random_weights_are_distinct_and_take_the_memory_of_the_largest() -> Non
     for one, other in itertools.combinations(values[:3], 2):
         assert not torch.isclose(one[:10], other[:10]).all(dim=1).any()
     assert abs(float(values[0].std()) - 0.25) < 0.03
+
+
+def test_which_large_models_are_loaded_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("llama", "mixtral"):  # experts are stacked on loading
+        tiny_model(name).save_pretrained(tmp_path / name)
+    composite_model("gemma3").save_pretrained(tmp_path / "gemma3")
+    sources = {name: open_source(tmp_path / name) for name in ("llama", "mixtral", "gemma3")}
+    found = {name: streamed.is_loaded_whole(source) for name, source in sources.items()}
+    assert found == {"llama": False, "mixtral": True, "gemma3": True}
+    adapter: Any = object()
+    assert streamed.is_loaded_whole(sources["llama"], [adapter])
+    monkeypatch.setattr(streamed, "MAX_LOADED_BYTES", 1 << 40)
+    assert not any(map(streamed.is_loaded_whole, sources.values()))

@@ -10,9 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from optkit.capture import capture_directory
+from optkit.checkpoint.adapter import read_adapter
 from optkit.checkpoint.source import open_source
 from optkit.checkpoint.text_part import text_names
 from optkit.errors import UnsupportedModel
+from tests.support.adapters import ALPHA, RANK, linear_update, write_adapter
 from tests.support.composite import COMPOSITES, composite_model, text_logits
 from tests.support.graphs import dense, random_ids
 
@@ -104,3 +106,39 @@ def test_text_names_keeps_flat_names_only_without_prefixed_ones() -> None:
         "language_model.lm_head.weight",
     }
     assert set(text_names(prefixed)) == {"model.norm.weight", "lm_head.weight"}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_decoder_without_a_head_in_its_files_is_tied_only_by_its_configuration(
+    tmp_path: Path, tied: bool
+) -> None:
+    model = composite_model("gemma3", tie_word_embeddings=tied)
+    model.config.tie_word_embeddings = tied
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = {name: t for name, t in load_file(file).items() if not name.endswith("lm_head.weight")}
+    save_file(tensors, file, metadata={"format": "pt"})
+    if tied:
+        assert open_source(tmp_path).info.config["tie_word_embeddings"] is True
+        return
+    with pytest.raises(UnsupportedModel, match=r"no tensor for lm_head\.weight"):
+        open_source(tmp_path)
+
+
+def test_an_adapter_of_the_multimodal_model_is_merged_into_its_decoder(tmp_path: Path) -> None:
+    composite_model("gemma3").save_pretrained(tmp_path / "model")
+    inner = "layers.0.self_attn.q_proj"
+    plain = capture_directory(tmp_path / "model").weights[f"model.{inner}.weight"].value
+    rows, columns = plain.shape
+    torch.manual_seed(1)
+    update = linear_update(rows, columns)
+    for prefix in ("model.language_model.", "language_model.model.", "model."):
+        directory = write_adapter(tmp_path / prefix.replace(".", "-"), {prefix + inner: update})
+        graph = capture_directory(tmp_path / "model", adapters=[read_adapter(directory)])
+        change = ALPHA / RANK * (update["lora_B.weight"].double() @ update["lora_A.weight"].double())
+        torch.testing.assert_close(
+            graph.weights[f"model.{inner}.weight"].value.double(),
+            plain.double() + change,
+            atol=1e-5,
+            rtol=1e-5,
+        )

@@ -8,8 +8,10 @@ import torch
 from optkit.cancellation import StepCancelled, cancellable
 from optkit.graph.ir import Graph
 from optkit.kernels.cpu import call_list, native
+from optkit.kernels.cpu.call_list import LOGITS, TOKENS
 from optkit.kernels.cpu.program import Program
 from optkit.lowering.dense import dense_inputs
+from optkit.lowering.launch_plan import PROBES, kind_of_rows
 from optkit.lowering.lower import Executable, lower
 from tests.support.architectures import SPECIFIC
 from tests.support.graphs import apply, captured
@@ -120,3 +122,24 @@ def test_token_ids_are_checked() -> None:
     inputs = dense_inputs([3], torch.tensor([3, 4, 128]), graph.meta.kv_specs)
     with pytest.raises(IndexError):
         lower(graph, TARGET)(inputs)
+
+
+def meta(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, device="meta")
+
+
+def test_a_dimension_is_rows_only_where_it_follows_the_batch() -> None:
+    """A 3 or an 11 of the model is no number of sequences or tokens, and other dimensions stay as they are."""
+    first, second = PROBES
+    tokens, sequences = (first.tokens, second.tokens), (first.sequences, second.sequences)
+    assert kind_of_rows(*(meta(n, 8) for n in tokens)) == TOKENS
+    assert kind_of_rows(*(meta(n, 8) for n in sequences)) == LOGITS
+    assert kind_of_rows(*((meta(n, 8), meta(1)) for n in tokens)) == TOKENS
+    assert kind_of_rows(meta(3, 8), meta(3, 8)) is None and kind_of_rows(meta(11), meta(11)) is None
+    assert kind_of_rows(*(meta(3, 1, n, 4) for n in tokens)) is None
+    assert kind_of_rows(*(meta(n, n) for n in tokens)) is None
+    assert (
+        kind_of_rows(meta(), meta()) is None
+        and kind_of_rows(None, None) is None
+        and kind_of_rows(3, 3) is None
+    )

@@ -129,3 +129,10 @@ def test_optimize_refuses_before_anything_is_captured(
     with pytest.raises(UserError, match="of memory, this machine has"):
         optimize(str(save_model(tmp_path / "m")), "ttft-cpu", tmp_path / "out", progress=progress)
     assert lines[-1].startswith("estimate for 0.00B parameters") and not (tmp_path / "out").exists()
+
+
+def test_a_model_that_is_loaded_whole_takes_its_float_weights_in_memory() -> None:
+    resolved = resolve_passes(load_recipe("ttft-cpu"))
+    streamed, whole = (estimate(LARGE, resolved, MACHINE, 20480, loaded_whole=kind) for kind in (False, True))
+    assert whole.memory > 4 * whole.parameters > streamed.memory
+    assert replace(whole, memory=streamed.memory) == streamed

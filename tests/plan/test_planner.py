@@ -91,6 +91,11 @@ def test_a_load_gets_its_replicas(config_only: Path, tmp_path: Path) -> None:
     assert many.single.saturated and many.to_dict()["assumptions"]
     never = made(config_only, slo="ttft_p95<0.001ms@0.1rps").replicas
     assert never is not None and never.fewest is None and "ttft_p95" in never.cause
+    (tmp_path / "burst").write_text(
+        "".join(f'{{"timestamp": {n / 100}, "input_length": 64, "output_length": 4}}\n' for n in range(3))
+    )
+    burst = made(config_only, trace=tmp_path / "burst", slo="ttft_p95<5000ms").replicas
+    assert burst is not None and burst.fewest is None and "how many more than 3 replicas" in burst.cause
     rows = [{"timestamp": 100 * n, "input_length": 24 + n, "output_length": 4} for n in range(40)]
     file = tmp_path / "trace.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
@@ -103,6 +108,8 @@ def test_a_load_gets_its_replicas(config_only: Path, tmp_path: Path) -> None:
     [
         ({"slo": "ttft:700"}, "an objective needs a load"),
         ({"slo": "ttft_p95<700ms@8clients"}, "an objective needs a load"),
+        ({"slo": "ttft_p95<700ms@8clients", "trace": Path("none.jsonl")}, "the load of a plan is a rate"),
+        ({"slo": "ttft_p95<700ms@1e-320rps"}, "no rate for a plan"),
         ({"slo": "throughput>=100@4rps"}, "can't be planned"),
         ({"slo": "ttft_p90<700ms@4rps"}, "can't be planned"),
         ({"slo": "90%:ttft<700ms@4rps"}, "ttft_p90<700ms can't be planned"),

@@ -37,6 +37,12 @@ def test_a_wrong_line_is_named(tmp_path: Path) -> None:
 
 def test_too_little_and_nothing_are_errors(tmp_path: Path) -> None:
     (tmp_path / "one").write_text(LINES.splitlines()[0])
+    (tmp_path / "fast").write_text(
+        '{"timestamp": 0, "input_length": 4, "output_length": 2}\n'
+        '{"timestamp": 1e-320, "input_length": 4, "output_length": 2}\n'
+    )
+    with pytest.raises(UserError, match="requests/s"):
+        read_trace(tmp_path / "fast")
     for name, message in (("one", "two requests at different times"), ("none", "can't be read")):
         with pytest.raises(UserError, match=message):
             read_trace(tmp_path / name)
@@ -52,3 +58,4 @@ def test_a_poisson_load_has_its_rate_and_the_lengths_of_the_workload() -> None:
     )  # as of an exponential law
     assert sum(one.prompt == 64 for one in found) / len(found) == pytest.approx(0.75, abs=0.05)
     assert found == poisson(workload, 5.0)
+    assert len(found) == 2000 and len(poisson(workload, 4000.0)) == 40_000  # many replicas need many requests

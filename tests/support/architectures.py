@@ -96,6 +96,14 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", GLOBAL], "linear_num_value_heads": 4, "linear_num_key_heads": 4,
         "linear_key_head_dim": 16, "linear_value_head_dim": 8,
     },
+    "qwen3_5_text": {  # three positions a token, whose 3 is no number of sequences
+        "layer_types": ["linear_attention", GLOBAL], "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 16, "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+    },
     "bamba": {**MAMBA2, "attn_layer_indices": [1]},
     "falcon_h1": {**MAMBA2, "mamba_d_ssm": 128, "head_dim": 16},
     "jamba": {

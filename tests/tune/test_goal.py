@@ -74,3 +74,11 @@ def test_values_are_described_with_units() -> None:
     assert goal.describe(slo, [record()]) == "ttft_p95 500 ms, output_throughput 5/s"
     assert goal.needed_share(slo) == 0.95
     assert goal.needed_share(parse_slo("90%:ttft<7")) == 0.9
+
+
+@pytest.mark.parametrize("text", ["tpot:0.001", "itl_p95<1ms", "95%:ttft<700ms,tpot<1ms", "tpot_mean<1ms"])
+def test_requests_without_a_sample_show_nothing(text: str) -> None:
+    """An answer of one token has no time between tokens."""
+    slo, records = parse_slo(text), [record(tokens=1, index=n) for n in range(400)]
+    assert goal.cost(slo, records) == math.inf and len(goal.is_held(slo, records)) == 1
+    assert not goal.is_held(parse_slo("95%:ttft<700ms"), records)

@@ -130,6 +130,12 @@ def test_a_journal_of_another_task_a_damaged_or_a_held_one_is_refused(tmp_path: 
             Journal(file, TASK)
     os.remove(file)
     fill(file, 1, [])
+    whole = file.read_bytes()
+    for before, after in ((b'"key": "trial 0"', b'"key": "trial 1"'), (b'"at": ', b'"at": 1')):
+        assert before in whole
+        file.write_bytes(whole.replace(before, after))
+        with pytest.raises(UserError, match="damaged"):
+            Journal(file, TASK)
 
 
 def test_a_fresh_journal_forgets_its_trials_but_never_those_of_a_running_process(tmp_path: Path) -> None:
