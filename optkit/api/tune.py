@@ -176,7 +176,7 @@ def check_answers(objective: Slo, output_len: int) -> None:
     """Refuse bounds on the time between tokens for answers of one token.
 
     Raises:
-        UserError: a bound that no request would measure.
+        UserError: a bound without a sample.
     """
     between = next((term for term in objective.terms if term.metric in BY_METRIC), None)
     if between is not None and output_len < 2:
@@ -185,10 +185,10 @@ def check_answers(objective: Slo, output_len: int) -> None:
 
 
 def refuse_to_overwrite(directory: Path, sources: Mapping[str, str], *, force: bool) -> None:
-    """Refuse a directory with files that a tuning writes and that come from no tuning.
+    """Refuse a directory with a recipe or report of another origin.
 
     Args:
-        sources: names or files of recipes by name; none may be a file that the tuning writes, with ``force`` either.
+        sources: names or files of recipes by name; a file under the name of a result is refused with ``force``, too.
         force: overwrites other files.
 
     Raises:

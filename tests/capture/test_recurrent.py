@@ -208,3 +208,14 @@ def test_a_gpu_without_kernels_refuses_states():
     graph = captured("lfm2")
     with pytest.raises(UserError, match="no kernel for GPUs"):
         check_recurrent(graph, {}, TARGET)
+
+
+@pytest.mark.skipif(not native.available(), reason="native kernels are missing")
+def test_three_positions_a_token_are_no_three_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Angles of multimodal RoPE are [3, 1, T, D / 2]; every stage is a program here."""
+    monkeypatch.setattr(launch_plan, "WORTH_IT", 1)
+    model, generator = tiny_model("qwen3_5_text"), torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 128, (n,), generator=generator) for n in (29, 2, 41)]
+    served = ragged_logits(lower(captured("qwen3_5_text"), TARGET), prompts)
+    for prompt, logits in zip(prompts, served, strict=True):
+        torch.testing.assert_close(logits, eager_logits(model, prompt), atol=TOLERANCE, rtol=1e-4)
