@@ -53,9 +53,9 @@ def tried(name: str) -> dict[str, Any]:
 
 def tested() -> set[str]:
     """The types captured by the test suite."""
-    from tests.support.architectures import OWN_ATTENTION, SPECIFIC
+    from tests.support.architectures import OWN_ATTENTION, RECURRENT, SPECIFIC
 
-    return set(SPECIFIC) | set(OWN_ATTENTION)
+    return set(SPECIFIC) | set(OWN_ATTENTION) | set(RECURRENT)
 
 
 def saved(path: Path) -> dict[str, Any]:

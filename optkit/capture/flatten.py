@@ -377,9 +377,8 @@ class Flattener:
         if node.target is aten.sym_size.int:
             args[1] = args[1] - (args[0] in self.flat)
         elif node.target not in SCALAR_OPS.values():
-            raise UnsupportedModel(
-                f"it computes {node.target} on sizes", where=self.captured.config.model_type
-            )
+            name = getattr(node.target, "__name__", str(node.target))
+            raise UnsupportedModel(f"it computes {name} on sizes", where=self.captured.config.model_type)
         self.new[node] = self.graph.call_function(node.target, tuple(fx.map_arg(args, lambda a: self.new[a])))
 
     def new_input(self, name: str) -> fx.Node:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
 
 from optkit.capture import boundary
 from optkit.capture.experts import checkpoint_origins
@@ -50,7 +51,12 @@ def read_config(directory: Path) -> Any:
     Raises:
         UnsupportedModel: transformers does not know the type, or a value is wrong.
     """
-    with refusals(str(directory)):
+    where = str(directory)
+    with refusals(where):
+        kind = PretrainedConfig.get_config_dict(directory, local_files_only=True)[0].get("model_type")
+        if isinstance(kind, str) and kind not in CONFIG_MAPPING:
+            what = f"transformers {transformers.__version__} does not know the model type '{kind:.60}'"
+            raise UnsupportedModel(what, where=where, fix="install a version that does")
         return AutoConfig.from_pretrained(directory, local_files_only=True)
 
 

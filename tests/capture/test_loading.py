@@ -45,6 +45,7 @@ def refusal(directory: Path, config: dict[str, Any], tensors: dict[str, torch.Te
         ({"rope_parameters": 7}, "rope_parameters"),
         ({"rope_parameters": {"rope_type": "nonesuch", "rope_theta": 1e4}}, "nonesuch"),
         ({"num_attention_heads": 0}, "zero"),
+        ({"model_type": "nonesuch"}, "does not know the model type 'nonesuch'"),
         ({"hidden_act": "nonesuch"}, "nonesuch"),
         ({"text_config": {"model_type": "llama"}}, "can't read its config"),
         ({"text_config": {"text_config": {"model_type": "llama"}}}, "can't read its config"),
