@@ -121,8 +121,9 @@ def tune(
     from optkit.bench.slo import Load, parse_slo
     from optkit.recipe.load import load_recipe
     from optkit.tune.calibration import METHOD
+    from optkit.tune.files import JOURNAL
     from optkit.tune.goal import check_goal
-    from optkit.tune.journal import NAME, Journal
+    from optkit.tune.journal import Journal
     from optkit.tune.lab import Machine, Shape
     from optkit.tune.report import write_files
     from optkit.tune.search import Search
@@ -156,7 +157,7 @@ def tune(
         "optkit": VERSION,
         "calibration": METHOD,
     }
-    journal = Journal(directory / NAME, task, fresh=force)
+    journal = Journal(directory / JOURNAL, task, fresh=force)
     try:
         if journal.resumed:
             line(f"resuming after {journal.resumed} trials, {journal.elapsed:.0f} s of {seconds:.0f} s")
@@ -194,8 +195,7 @@ def refuse_to_overwrite(directory: Path, sources: Mapping[str, str], *, force: b
     Raises:
         UserError: a file would be overwritten.
     """
-    from optkit.tune.journal import NAME
-    from optkit.tune.report import RECIPE, REPORT, TRIALS
+    from optkit.tune.files import JOURNAL, RECIPE, REPORT, TRIALS
 
     written = [directory / name for name in (RECIPE, REPORT, TRIALS)]
     for source in sources.values():
@@ -203,7 +203,7 @@ def refuse_to_overwrite(directory: Path, sources: Mapping[str, str], *, force: b
             fix = "give another -o DIR, or copy the recipe"
             raise UserError("the recipe would be overwritten by the result", where=source, fix=fix)
     strange = next((file for file in written if file.exists()), None)
-    if strange is not None and not force and not (directory / NAME).exists():
+    if strange is not None and not force and not (directory / JOURNAL).exists():
         fix = "give another -o DIR, or --force to overwrite it"
         raise UserError("the file is of no tuning and would be overwritten", where=str(strange), fix=fix)
 

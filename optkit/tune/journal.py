@@ -21,7 +21,6 @@ from optkit.machine.locks import hold
 from optkit.untrusted_json import parse_bounded, read_bounded
 
 MOST_BYTES = 1 << 28
-NAME = "journal.jsonl"
 ANEW = "--force starts over"
 
 

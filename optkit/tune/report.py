@@ -22,13 +22,13 @@ from optkit.machine.paths import replace_text
 from optkit.recipe.engine_options import fact, recipe_values
 from optkit.recipe.load import overridden, parse_recipe
 from optkit.recipe.schema import Recipe
+from optkit.tune.files import ARTIFACT, RECIPE, REPORT, TRIALS
 from optkit.tune.journal import Journal
 from optkit.tune.lab import Shape
 from optkit.tune.outcome import Outcome
 from optkit.tune.settings import POLICY, Setting, overrides
 from optkit.untrusted_json import without_nan
 
-RECIPE, TRIALS, REPORT, ARTIFACT = "recipe.yaml", "trials.json", "report.md", "artifact"
 MOST_ROWS = 20  # of simulated settings in the Markdown
 
 
