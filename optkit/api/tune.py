@@ -110,7 +110,7 @@ def tune(
         recipes: names or files to choose from, the default first; by default the recipes that come for CPUs.
         input_len, output_len: tokens of each prompt and of each answer.
         seed: of all prompts and arrivals.
-        force: start over where ``out`` has a journal.
+        force: start over where ``out`` has a journal, and overwrite a recipe or report of another origin.
         progress: called with a ``ProgressEvent`` for each step.
 
     Raises:

@@ -48,7 +48,11 @@ def tune(
     output_len: Annotated[int, typer.Option(help="Output tokens of each request.", min=1)] = 64,
     seed: Annotated[int, typer.Option(help="Seed of all prompts and arrivals.", min=0)] = 0,
     force: Annotated[
-        bool, typer.Option("--force", help="Start over where the directory has a journal.")
+        bool,
+        typer.Option(
+            "--force",
+            help="Start over where the directory has a journal, and overwrite files of another origin.",
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of text.")] = False,
 ) -> None:
