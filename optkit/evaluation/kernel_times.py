@@ -18,7 +18,7 @@ import hashlib
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -159,9 +159,9 @@ class KernelTimes:
         """The time of a step that was measured on the whole model; None where there is none."""
         return self.seconds.get(self.whole_key(graph, point))
 
-    def keep_whole(self, graph: Graph, point: Point, seconds: float) -> None:
-        """Keep ``seconds`` as the time of a step of the whole model, instead of one that was known."""
-        self.seconds[self.whole_key(graph, point)] = seconds
+    def keep_whole(self, graph: Graph, seconds: Mapping[Point, float]) -> None:
+        """Keep the times of steps of the whole model, instead of those that were known."""
+        self.seconds |= {self.whole_key(graph, point): taken for point, taken in seconds.items()}
         if self.keep:
             replace_text(self.file, json.dumps(self.seconds, indent=1) + "\n")
 

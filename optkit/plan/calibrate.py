@@ -159,14 +159,17 @@ def calibrate(
         model = model.with_engine(*engine_time(graph.meta.vocab_size))
     predicted = {point: model.at(point, recipe.runtime.max_num_batched_tokens) for point in points}
     times = KernelTimes(target, recipe) if measure else KnownTimes(target, recipe, keep=False)
+    whole: dict[Point, float] = {}
     if measure and can_be_whole(graph, times, sum(found.seconds for found in predicted.values()), left()):
         progress(f"measuring {len(points)} steps of the whole model")
-        for point, taken in whole_model.step_seconds(graph, points, target, recipe, left=left).items():
-            times.keep_whole(graph, point, taken)
+        whole = whole_model.step_seconds(graph, points, target, recipe, left=left)
+        times.keep_whole(graph, whole)
     anchors = []
     for point in points:
-        measured = times.known_whole(graph, point) or of_layers(
-            graph, point, times, predicted[point], left() if measure else math.inf, progress
+        measured = (
+            whole.get(point)
+            or times.known_whole(graph, point)
+            or of_layers(graph, point, times, predicted[point], left() if measure else math.inf, progress)
         )
         if measured:
             without_engine = predicted[point].seconds - predicted[point].engine

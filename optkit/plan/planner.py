@@ -182,17 +182,8 @@ def objective(text: str, file: Path | None) -> Slo:
         raise UserError(
             "an objective needs a load", where=f"--slo {slo}", fix="add --trace FILE, or @4rps at its end"
         )
-    if slo.load is not None and slo.load.rate is None:
-        raise UserError(
-            "the load of a plan is a rate", where=f"--slo {slo}", fix="write @4rps, or nothing after @"
-        )
-    if (
-        slo.load is not None
-        and slo.load.rate is not None
-        and not (trace.LEAST_RATE <= slo.load.rate <= trace.MOST_RATE)
-    ):
-        what = f"no rate for a plan: {slo.load.rate:g} requests/s"
-        raise UserError(what, where=f"--slo {slo}", fix=f"give {trace.LEAST_RATE:g} to {trace.MOST_RATE:g}")
+    if slo.load is not None:
+        check_rate(slo.load.rate, f"--slo {slo}")
     if slo.share is not None:
         share = f"p{100 * slo.share:g}"
         slo = replace(slo, terms=tuple(replace(term, statistic=share) for term in slo.terms))
@@ -206,6 +197,19 @@ def objective(text: str, file: Path | None) -> Slo:
                 f"{term} can't be planned", where="--slo", fix="plan takes p50, p95 or p99 of ttft and e2e"
             )
     return slo
+
+
+def check_rate(rate: float | None, where: str) -> None:
+    """Refuse a load of clients, and rates without a plan.
+
+    Raises:
+        UserError: see above.
+    """
+    if rate is None:
+        raise UserError("the load of a plan is a rate", where=where, fix="write @4rps, or nothing after @")
+    if not trace.LEAST_RATE <= rate <= trace.MOST_RATE:
+        fix = f"give {trace.LEAST_RATE:g} to {trace.MOST_RATE:g}"
+        raise UserError(f"no rate for a plan: {rate:g} requests/s", where=where, fix=fix)
 
 
 def load_of(request: Request, slo: Slo | None) -> list[Arrival]:

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from optkit.evaluation.short_models import with_values
-from optkit.evaluation.speed import step_function, timed
+from optkit.evaluation.speed import shared_pool, step_function, timed
 from optkit.graph.ir import Graph
 from optkit.graph.shapes import Point
 from optkit.lowering.lower import lower
@@ -44,10 +44,11 @@ def step_seconds(
         left: the seconds that are left; no step is begun that would take longer, as far as is known.
     """
     model = lower(with_values(graph), target, consume=True)
+    runner = shared_pool(model, points, recipe)
     steps: dict[Point, Callable[[], None]] = {}
     first: dict[Point, float] = {}
     for point in points:
-        step = step_function(model, point, recipe)
+        step = step_function(model, point, recipe, runner)
         taken = timed(step, 1)
         if left() < taken:
             break

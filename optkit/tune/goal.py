@@ -120,8 +120,9 @@ def is_held(slo: Slo, records: Sequence[RequestRecord]) -> list[str]:
         percentile = term.percentile
         if percentile is not None and term.is_upper:
             misses = sum(not is_within(term, record) for record in records)
-            if not is_shown(measured(term, records), misses, percentile):
-                lines.append(_not_shown(str(term), misses, measured(term, records)))
+            count = measured(term, records)
+            if not is_shown(count, misses, percentile):
+                lines.append(_not_shown(str(term), misses, count))
         elif not term.met(_worst(term, records)):
             lines.append(f"{term}: {_worst(term, records):.4g}")
     return lines
