@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 
-from bench.coverage.__main__ import DOCUMENT, RESULT
+from bench.coverage.__main__ import DOCUMENT, RESULT, ROOT
 from bench.coverage.__main__ import tested as names_in_tests
 from bench.coverage.models import model_types
 from bench.coverage.table import EQUAL, MISSING, TESTED, table, with_table
@@ -35,6 +36,15 @@ def test_document_has_the_table_of_the_saved_outcomes() -> None:
     assert with_table(text, table(types, names_in_tests(), model_types())) == text, (
         "python -m bench.coverage --table writes it"
     )
+
+
+def test_readme_has_the_numbers_of_the_saved_outcomes() -> None:
+    states = [outcome["state"] for outcome in json.loads(RESULT.read_text("utf-8"))["types"].values()]
+    found = re.search(
+        r"(\d+) are captured and served[^;]*; (\d+) are refused", (ROOT / "README.md").read_text("utf-8")
+    )
+    assert found
+    assert (int(found[1]), int(found[2])) == (states.count(RIGHT), states.count(REFUSED))
 
 
 def test_saved_outcomes_are_of_known_types_and_none_is_wrong() -> None:
