@@ -213,10 +213,10 @@ void locate(const Problem& p, const Item& item, int64_t begin, int count, Scratc
 }
 
 OPTKIT_INLINE void prefetch_row(const void* pool, int64_t row, int64_t bytes) {
-    constexpr uintptr_t kLine = 64;
-    const uintptr_t first = reinterpret_cast<uintptr_t>(pool) + row * bytes;
-    for (uintptr_t line = first & -kLine; line < first + bytes; line += kLine)
-        __builtin_prefetch(reinterpret_cast<const void*>(line), 0, 2);
+    constexpr int64_t kLine = 64, kWord = sizeof(float);  // rows are whole words
+    const char* first = static_cast<const char*>(pool) + row * bytes;
+    for (int64_t at = 0; at < bytes - kWord; at += kLine) __builtin_prefetch(first + at, 0, 2);
+    __builtin_prefetch(first + bytes - kWord, 0, 2);
 }
 
 // Start loading the tile at `begin` into the second-level cache. A head's part of a token is too short for the

@@ -215,17 +215,7 @@ struct OnInt8 {
         transpose_words(p.depth / 4, count, scratch);
         for (int j = 0; j < count; j += kLanes) {
             for (int w = 0; zero_point && w < p.depth / 4; ++w) flip_signs(scratch.k + w * kTile + j);
-            // A value that is no number becomes a score that is none: rows that may not see it don't.
-            const S::Vec scale = S::load(scratch.v_scale + j), limit = S::all(__builtin_inff());
-            const S::Vec key = S::load(scratch.k_scale + j);
-            S::store(scratch.k_scale + j, S::where_less(S::abs(scale), limit, key, S::all(__builtin_nanf(""))));
-            for (int i = j; i < j + kLanes; ++i) {
-                const bool is_zero = !(scratch.v_scale[i] >= kSmallestScale);
-                if (is_zero) scratch.values[i] = reinterpret_cast<const char*>(scratch.zeros);
-                const float size = is_zero ? kScaleOfZeros : scratch.v_scale[i];
-                scratch.v_log[i] = log2_of(size);
-                scratch.v_inverse[i] = 1.0f / size;
-            }
+            read_scales(j, scratch);
         }
         interleave_values(p, count, scratch);
         const int words = I::value_zero ? (count + 3) / 4 * p.width : 0;
@@ -291,6 +281,20 @@ struct OnInt8 {
     }
 
   private:
+    // The scales of keys, the logarithms and inverses of those of values, and where values are, of 16 tokens from `j` on.
+    OPTKIT_TARGET OPTKIT_INLINE static void read_scales(int j, Scratch& scratch) {
+        // A value that is no number becomes a score that is none: rows that may not see it don't.
+        const float* scale = scratch.v_scale + j;
+        const S::Vec key = S::load(scratch.k_scale + j), limit = S::all(__builtin_inff());
+        S::store(scratch.k_scale + j, S::where_less(S::abs(S::load(scale)), limit, key, S::all(__builtin_nanf(""))));
+        float size[kLanes];  // loops with one kind of result each, which GCC makes vectors of
+        for (int i = 0; i < kLanes; ++i) size[i] = scale[i] >= kSmallestScale ? scale[i] : kScaleOfZeros;
+        for (int i = 0; i < kLanes; ++i) scratch.v_log[j + i] = log2_of(size[i]);
+        for (int i = 0; i < kLanes; ++i) scratch.v_inverse[j + i] = 1.0f / size[i];
+        for (int i = 0; i < kLanes; ++i)
+            if (!(scale[i] >= kSmallestScale)) scratch.values[j + i] = reinterpret_cast<const char*>(scratch.zeros);
+    }
+
     // Sixteen words of bytes, signed to unsigned or back.
     OPTKIT_TARGET OPTKIT_INLINE static void flip_signs(void* words) { I::store(words, I::flip_signs(I::load(words))); }
 
