@@ -10,7 +10,7 @@
 // hold weights, 1 a row's pair and 1 a product.
 //
 // Few rows wait for memory. One or two take a whole panel, so that bytes are read in the order of memory; of more, the
-// first tile asks for the next panel. Three rows and more of panels whose pairs of weights fit 16 bits have tiles of their
+// first tiles ask for the next panel, a part each. Three rows and more of panels whose pairs of weights fit 16 bits have tiles of their
 // own (int8_pairs_avx2.cpp).
 #include "scratch.h"
 #include "ymm_tile.h"
@@ -89,13 +89,13 @@ OPTKIT_AVX2 OPTKIT_INLINE void widen_panel(const int8_t* w, int64_t steps, int8_
     }
 }
 
-// One group of R rows; `x` is their activations from the group's first step on. WIDE: the weights are widened. AHEAD: each
-// step asks for its bytes from `ahead` on.
-template <int R, int C, bool WIDE, bool AHEAD>
+// One group of R rows; `x` is their activations from the group's first step on. WIDE: the weights are widened. One of PARTS
+// steps asks for bytes from `ahead` on, as far ahead as its own; with 0 none does.
+template <int R, int C, bool WIDE, int PARTS>
 OPTKIT_AVX2 OPTKIT_INLINE void accumulate(Lanes (&a)[R][C], const int32_t* x, int64_t stride, const int8_t* w,
                                           int64_t steps, const int8_t* ahead) {
     for (int64_t s = 0; s < steps; ++s, x += 2, w += (WIDE ? 2 : 1) * STEP_BYTES, ahead += STEP_BYTES) {
-        if (AHEAD)
+        if (PARTS > 0 && s % std::max(PARTS, 1) == 0)
 #pragma GCC unroll 2
             for (int c = 0; c < C; c += HALF) __builtin_prefetch(ahead + c * COLUMNS * STEP);
         Lanes first[C], second[C];
@@ -115,7 +115,7 @@ OPTKIT_AVX2 OPTKIT_INLINE void accumulate(Lanes (&a)[R][C], const int32_t* x, in
 }
 
 // R rows of the C registers from output channel `column` of the panel on; `x` is their activations.
-template <int R, int C, bool WIDE, bool AHEAD>
+template <int R, int C, bool WIDE, int PARTS>
 OPTKIT_AVX2 void tile(const Linear& p, const Panel& panel, Pairs x, int64_t column, int64_t row, const int8_t* ahead) {
     constexpr int64_t BYTES = WIDE ? 2 : 1, WIDTH = C * COLUMNS;
     const int64_t group_bytes = p.group_steps * STEP_BYTES;
@@ -124,35 +124,43 @@ OPTKIT_AVX2 void tile(const Linear& p, const Panel& panel, Pairs x, int64_t colu
     ahead += column * STEP;
     for (int64_t g = 0; g < p.groups; ++g, w += BYTES * group_bytes, ahead += group_bytes, x.at += 2 * p.group_steps) {
         Lanes a[R][C] = {};
-        accumulate<R, C, WIDE, AHEAD>(a, x.at, x.stride, w, p.group_steps, ahead);
+        accumulate<R, C, WIDE, PARTS>(a, x.at, x.stride, w, p.group_steps, ahead);
         add_group(sums, a, p.scale + row * p.groups + g, p.groups, panel.weight_scale + g * PANEL + column);
     }
     store<R, WIDTH>(sums, p, row, panel.first + column);
 }
 
 using Tile = void (*)(const Linear&, const Panel&, Pairs, int64_t, int64_t, const int8_t*);
-template <bool WIDE, bool AHEAD>
-constexpr Tile HALVES[ROWS] = {tile<1, HALF, WIDE, AHEAD>, tile<2, HALF, WIDE, AHEAD>, tile<3, HALF, WIDE, AHEAD>,
-                               tile<4, HALF, WIDE, AHEAD>};
-constexpr Tile WHOLES[WHOLE_ROWS] = {tile<1, WHOLE, false, true>, tile<2, WHOLE, false, true>};
+template <bool WIDE, int PARTS>
+constexpr Tile HALVES[ROWS] = {tile<1, HALF, WIDE, PARTS>, tile<2, HALF, WIDE, PARTS>, tile<3, HALF, WIDE, PARTS>,
+                               tile<4, HALF, WIDE, PARTS>};
+
+template <bool WIDE>
+const Tile* halves_of(int64_t parts) {
+    return parts == 0 ? HALVES<WIDE, 0> : parts == 1 ? HALVES<WIDE, 1> : parts == 2 ? HALVES<WIDE, 2> : HALVES<WIDE, 4>;
+}
+
+constexpr Tile WHOLES[WHOLE_ROWS] = {tile<1, WHOLE, false, 1>, tile<2, WHOLE, false, 1>};
 
 // `rows` rows of one panel, of which the first is the layer's row `row`; `x` is their activations.
 OPTKIT_AVX2 void rows_of_panel(const Linear& p, Panel panel, Pairs x, int64_t row, int64_t rows) {
     thread_local GrowingMemory scratch;
     if (rows <= WHOLE_ROWS) return WHOLES[rows - 1](p, panel, x, 0, row, panel.weight + AHEAD_BYTES);
     const bool wide = rows >= MANY_ROWS;
-    const Tile *tiles = wide ? HALVES<true, false> : HALVES<false, false>;
-    const Tile *first = wide ? HALVES<true, true> : HALVES<false, true>;
+    const auto tiles = wide ? halves_of<true> : halves_of<false>;
     const int8_t* next = panel.weight + p.steps * STEP_BYTES;
     if (wide) {
         auto* weight = scratch.at_least<int8_t>(2 * p.steps * STEP_BYTES);
         widen_panel(panel.weight, p.steps, weight);
         panel.weight = weight;
     }
-    for (int64_t left = divide_up(rows, ROWS); left > 0; --left, first = tiles) {  // tiles of nearly equal height
+    int64_t left = divide_up(rows, ROWS);
+    const int64_t parts = parts_of(left);
+    for (int64_t part = 0; left > 0; --left, ++part) {  // tiles of nearly equal height
         const int64_t now = divide_up(rows, left);
+        const Tile run = tiles(part < parts ? parts : 0)[now - 1];
         for (int64_t column = 0; column < PANEL && panel.first + column < p.n; column += HALF * COLUMNS)
-            first[now - 1](p, panel, x, column, row, next);
+            run(p, panel, x, column, row, next + part * STEP_BYTES);
         x.at += now * x.stride;
         row += now;
         rows -= now;

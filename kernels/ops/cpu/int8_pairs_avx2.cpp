@@ -27,20 +27,20 @@ OPTKIT_AVX2 OPTKIT_INLINE void add_step(Lanes (&a)[R][C], const uint8_t* q, int6
     if constexpr (r + 1 < R) add_step<R, r + 1>(a, q, stride, w);
 }
 
-// One group of R rows. AHEAD: each step asks for its bytes from `ahead` on.
-template <int R, bool AHEAD>
+// One group of R rows. One of PARTS steps asks for bytes from `ahead` on, as far ahead as its own; with 0 none does.
+template <int R, int PARTS>
 OPTKIT_AVX2 OPTKIT_INLINE void accumulate(Lanes (&a)[R][C], const uint8_t* q, int64_t stride, const int8_t* w,
                                           int64_t steps, const int8_t* ahead) {
 #pragma GCC unroll 8
     for (int64_t s = 0; s < steps; ++s, q += STEP, w += STEP_BYTES, ahead += STEP_BYTES) {
-        if (AHEAD) __builtin_prefetch(ahead);
+        if (PARTS > 0 && s % std::max(PARTS, 1) == 0) __builtin_prefetch(ahead);
         const __m256i four[C] = {(__m256i)load(w), (__m256i)load(w + COLUMNS * STEP)};
         add_step<R>(a, q, stride, four);
     }
 }
 
 // R rows of half the panel from output channel `column` on. SHORT: groups have SHORT_STEPS.
-template <int R, bool AHEAD, bool SHORT>
+template <int R, int PARTS, bool SHORT>
 OPTKIT_AVX2 void tile(const Linear& p, const Panel& panel, int64_t column, int64_t row, const int8_t* ahead) {
     constexpr int64_t WIDTH = C * COLUMNS;
     const int64_t steps = SHORT ? SHORT_STEPS : p.group_steps, group_bytes = steps * STEP_BYTES;
@@ -56,7 +56,7 @@ OPTKIT_AVX2 void tile(const Linear& p, const Panel& panel, int64_t column, int64
         for (int c = 0; c < C; ++c)
 #pragma GCC unroll 4
             for (int r = 0; r < R; ++r) a[r][c] = load(offset + c * COLUMNS);
-        accumulate<R, AHEAD>(a, q, p.q_stride, w, steps, ahead);
+        accumulate<R, PARTS>(a, q, p.q_stride, w, steps, ahead);
         add_group(sums, a, scale, p.groups, weight_scale);
         offset += PANEL, weight_scale += PANEL, ++scale;
     }
@@ -64,20 +64,26 @@ OPTKIT_AVX2 void tile(const Linear& p, const Panel& panel, int64_t column, int64
 }
 
 using Tile = void (*)(const Linear&, const Panel&, int64_t, int64_t, const int8_t*);
-template <bool AHEAD, bool SHORT>
-constexpr Tile TILES[ROWS] = {tile<1, AHEAD, SHORT>, tile<2, AHEAD, SHORT>, tile<3, AHEAD, SHORT>, tile<4, AHEAD, SHORT>};
+template <int PARTS, bool SHORT>
+constexpr Tile TILES[ROWS] = {tile<1, PARTS, SHORT>, tile<2, PARTS, SHORT>, tile<3, PARTS, SHORT>, tile<4, PARTS, SHORT>};
+
+template <bool SHORT>
+const Tile* tiles_of(int64_t parts) {
+    return parts == 0 ? TILES<0, SHORT> : parts == 1 ? TILES<1, SHORT> : parts == 2 ? TILES<2, SHORT> : TILES<4, SHORT>;
+}
 
 }  // namespace
 
 void linear_pairs_avx2(const Linear& p, const Panel& panel, int64_t row, int64_t rows) {
-    const bool is_short = p.group_steps == SHORT_STEPS;
-    const Tile* later = is_short ? TILES<false, true> : TILES<false, false>;
-    const Tile* tiles = is_short ? TILES<true, true> : TILES<true, false>;  // the first tile asks for the next panel
+    const auto tiles = p.group_steps == SHORT_STEPS ? tiles_of<true> : tiles_of<false>;
     const int8_t* next = panel.weight + p.steps * STEP_BYTES;
-    for (int64_t left = divide_up(rows, ROWS); left > 0; --left, tiles = later) {  // of nearly equal height
+    int64_t left = divide_up(rows, ROWS);
+    const int64_t parts = parts_of(left);
+    for (int64_t part = 0; left > 0; --left, ++part) {  // tiles of nearly equal height
         const int64_t now = divide_up(rows, left);
+        const Tile run = tiles(part < parts ? parts : 0)[now - 1];
         for (int64_t column = 0; column < PANEL && panel.first + column < p.n; column += C * COLUMNS)
-            tiles[now - 1](p, panel, column, row, next);
+            run(p, panel, column, row, next + part * STEP_BYTES);
         row += now;
         rows -= now;
     }

@@ -13,6 +13,10 @@ namespace {
 constexpr int64_t COLUMNS = 8;         // output channels of a register
 constexpr int64_t AHEAD_BYTES = 3072;  // so far ahead lies what a tile of few rows fetches: it waits for memory
 
+// How many of a panel's `tiles` ask for a part of the next panel each: 1, 2 or 4. Memory then works all the time, and not
+// during the first tile alone.
+inline int64_t parts_of(int64_t tiles) { return tiles >= 4 ? 4 : tiles >= 2 ? 2 : 1; }
+
 // Not __m256i, which is 64-bit lanes to gcc: it would copy accumulators.
 using Lanes = int32_t __attribute__((vector_size(32)));
 
