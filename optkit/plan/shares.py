@@ -1,14 +1,16 @@
 """The shares of the peaks that kernels reach: the difference between a roofline and a prediction.
 
-No kernel reaches a ceiling. The shares of the CPU are from measured layers against the measured ceilings of the same
-machine (docs/planning.md), and stand in for other CPUs too. GPUs have no shares: predictions are the roofline, a
-floor.
+No kernel reaches a ceiling. The shares of CPUs are from measured steps against the measured ceilings of the same
+machine (docs/planning.md): one set for CPUs that multiply bytes in one instruction, one for AVX2 without. Each stands
+in for other CPUs of its kind. GPUs have no shares: predictions are the roofline, a floor.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+
+from optkit.machine.target import Target
 
 
 class Unit(Enum):
@@ -33,6 +35,9 @@ class Shares:
     Attributes:
         compute: by unit; units without an entry reach ``other``.
         bandwidth: of memory, by unit; units without an entry reach ``reading``.
+        in_turns: units that read weights and multiply one after the other; others do both at once.
+        packing: by unit, the bytes moved to copy the weights into another order, as a multiple of the weights. A
+            product of several rows does so, one of a single row does not.
         calls: seconds of each call, by unit; units without an entry take ``call_seconds``, None is the cost model's.
         row_seconds: of a step, for each sequence: sampling, tables, bookkeeping.
         step_seconds: of a step, for the scheduler and the runner.
@@ -43,6 +48,8 @@ class Shares:
     other: float
     bandwidth: dict[Unit, float]
     reading: float
+    in_turns: frozenset[Unit]
+    packing: dict[Unit, float]
     calls: dict[Unit, float]
     call_seconds: float | None
     row_seconds: float
@@ -50,7 +57,7 @@ class Shares:
     source: str
 
 
-FLOOR = Shares({}, 1.0, {}, 1.0, {}, None, 0.0, 0.0, "roofline: a floor, kernels reach less")
+FLOOR = Shares({}, 1.0, {}, 1.0, frozenset(), {}, {}, None, 0.0, 0.0, "roofline: a floor, kernels reach less")
 CPU = Shares(
     {
         Unit.FLOAT: 0.98,  # PyTorch's product, which is the ceiling's too
@@ -62,13 +69,35 @@ CPU = Shares(
         Unit.PLAIN_ATTENTION: 0.6,
     },
     other=0.1,
-    # PyTorch's product of one row reads weights slowly; plain attention gathers blocks of KV first
-    bandwidth={Unit.FLOAT: 0.31, Unit.ATTENTION: 0.3, Unit.PLAIN_ATTENTION: 0.1},
+    # PyTorch's product of one row reads weights slowly; plain attention gathers blocks of KV first, and attention over
+    # int8 puts each block in order for its products
+    bandwidth={
+        Unit.FLOAT: 0.31,
+        Unit.ATTENTION: 0.3,
+        Unit.ATTENTION_INT8: 0.25,
+        Unit.PLAIN_ATTENTION: 0.1,
+    },
     reading=0.95,
+    in_turns=frozenset({Unit.FLOAT, Unit.INT8, Unit.INT4, Unit.WEIGHT_ONLY}),
+    packing={Unit.FLOAT: 0.8},
     calls={Unit.FLOAT: 1e-5, Unit.PLAIN_ATTENTION: 1.5e-4},
     call_seconds=5e-7,  # ops of a native program
     row_seconds=1e-4,
     step_seconds=6e-4,
     source="shares of the ceilings that optkit's kernels reach",
 )
-BY_KIND = {"cpu": CPU, "cuda": FLOOR}
+# Each byte of a weight takes several instructions, so few rows do not wait for memory alone.
+CPU_AVX2 = replace(
+    CPU,
+    compute=CPU.compute | {Unit.INT8: 0.75, Unit.INT4: 0.72, Unit.WEIGHT_ONLY: 0.5},
+    bandwidth=CPU.bandwidth | {Unit.FLOAT: 0.28, Unit.ATTENTION_INT8: 0.15},
+    reading=0.65,
+)
+DOT_PRODUCTS = {"avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm"}  # of bytes, in one instruction
+
+
+def shares_of(target: Target) -> Shares:
+    """The shares of kernels on ``target``."""
+    if target.kind == "cuda":
+        return FLOOR
+    return CPU if DOT_PRODUCTS & set(target.isa) else CPU_AVX2

@@ -2,7 +2,8 @@
 
 A step has chunks of prompts, decodes, or both. Ops on rows (linear layers, norms) see all tokens of a step; attention
 sees each sequence by itself, so its work is summed over chunks and decodes. An op takes the longer of
-arithmetic and memory traffic. The sum over ops, with the fixed times of a step, is the prediction.
+arithmetic and memory traffic, or their sum, as its unit's kernels do (``optkit.plan.shares``). The sum over ops, with
+the fixed times of a step, is the prediction.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from optkit.kernels import PLAIN
 from optkit.lowering.compiled.hook import fused_nodes
 from optkit.lowering.cost import DISPATCH_SECONDS, FREE_OPS, Cost, as_lowered, node_cost
 from optkit.machine.target import Target
-from optkit.plan.shares import BY_KIND, Shares, Unit
+from optkit.plan.shares import Shares, Unit, shares_of
 
 BY_SEQUENCE = (Work.ATTENTION, Work.RECURRENT)  # ops whose work depends on the sequences of a step
 INT4_BYTES = 0.75  # of a weight, with its scales: below, the weights are of four bits
@@ -104,18 +105,24 @@ class StepTime:
 
 
 class OpCost(NamedTuple):
-    """The cost of an op on a unit; ``fixed`` is its dispatch in seconds."""
+    """The cost of an op on a unit.
+
+    Attributes:
+        fixed: seconds of its dispatch.
+        packs: True where the kernel copies the weights into another order first.
+    """
 
     unit: Unit
     cost: Cost
     fixed: float
+    packs: bool = False
 
 
 class StepModel:
     """Predicts steps of ``graph`` on ``target``, at ``shares`` of its ceilings."""
 
     def __init__(self, graph: Graph, target: Target, shares: Shares | None = None) -> None:
-        self.target, self.shares = target, shares or BY_KIND[target.kind]
+        self.target, self.shares = target, shares or shares_of(target)
         self.source = graph
         self.graph = as_lowered(graph, target) if target.kind == "cuda" else graph
         self.fused = fused_nodes(graph)
@@ -190,7 +197,11 @@ class StepModel:
         seconds = self.shares.calls.get(unit, self.shares.call_seconds)
         fixed = DISPATCH_SECONDS[self.target.kind] if seconds is None else seconds
         cost = node_cost(graph, node, values, point)
-        return OpCost(unit, cost, 0.0 if node.name in self.fused else fixed)
+        return OpCost(unit, cost, 0.0 if node.name in self.fused else fixed, self._packs(unit, node, values))
+
+    def _packs(self, unit: Unit, node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
+        """True where the kernel copies the weights into another order first: of several rows, on some units."""
+        return unit in self.shares.packing and values[node].numel() > values[node].shape[-1]
 
     def _add(self, total: StepTime, op: OpCost, count: int) -> None:
         cost, target = op.cost, self.target
@@ -203,11 +214,14 @@ class StepModel:
         compute = arithmetic / self.shares.compute.get(op.unit, self.shares.other)
         reached = self.shares.bandwidth.get(op.unit, self.shares.reading)
         memory = sum(traffic.values()) / reached
-        if compute >= memory:
+        in_turns = op.unit in self.shares.in_turns
+        if in_turns or compute >= memory:
             total.compute[op.unit.value] += count * compute
-        else:
+        if in_turns or compute < memory:
             for name, seconds in traffic.items():
                 setattr(total, name, getattr(total, name) + count * seconds / reached)
+        if op.packs:
+            total.weights += count * self.shares.packing[op.unit] * traffic["weights"] / reached
         total.floor += count * max(arithmetic, sum(traffic.values()))
         total.overhead += count * op.fixed
         total.flops += count * (cost.flops + cost.half_flops + cost.int8_ops)

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from optkit.graph.shapes import Point
 from optkit.lowering.cost import Cost, predict_seconds
 from optkit.machine.target import DATASHEETS
-from optkit.plan.shares import CPU, FLOOR, Unit
+from optkit.plan.shares import CPU, CPU_AVX2, FLOOR, Shares, Unit, shares_of
 from optkit.plan.steps import StepModel, compute_seconds
 from tests.support.architectures import tiny_model
 from tests.support.graphs import apply, captured
@@ -104,7 +104,45 @@ def test_a_type_without_units_runs_as_float32() -> None:
     assert compute_seconds(Unit.INT8, Cost(int8_ops=1e12), a100) == pytest.approx(1e12 / a100.int8_ops)
 
 
-def test_shares_are_shares() -> None:
-    assert all(
-        0 < share <= 1 for share in (*CPU.compute.values(), *CPU.bandwidth.values(), CPU.reading, CPU.other)
-    )
+@pytest.mark.parametrize("shares", [CPU, CPU_AVX2])
+def test_shares_are_shares(shares: Shares) -> None:
+    parts = (*shares.compute.values(), *shares.bandwidth.values(), shares.reading, shares.other)
+    assert all(0 < share <= 1 for share in parts)
+
+
+@pytest.mark.parametrize(
+    ("isa", "shares"),
+    [
+        (("avx", "avx2", "fma"), CPU_AVX2),
+        (("avx", "avx2", "fma", "avx_vnni"), CPU),
+        (("avx2", "avx512f", "avx512_vnni"), CPU),
+        (("asimd", "asimddp"), CPU),
+    ],
+)
+def test_shares_follow_the_instructions_of_a_cpu(isa: tuple[str, ...], shares: Shares) -> None:
+    assert shares_of(replace(TARGET, isa=isa)) is shares
+    assert shares_of(DATASHEETS["cuda-h100"]) is FLOOR
+
+
+def test_a_unit_that_works_in_turns_takes_the_sum_of_arithmetic_and_memory() -> None:
+    """Against a count by hand: the tiny model's linear layers in float32, whose weights are packed for several rows."""
+    graph = captured("llama")
+    both = replace(FLOOR, in_turns=frozenset({Unit.FLOAT}), packing={Unit.FLOAT: 0.5})
+    for tokens, packed in ((1, 0.0), (2, 0.5)):
+        point = Point(tokens, tokens, 9)
+        added = (
+            StepModel(graph, TARGET, both).at(point, 64).seconds
+            - StepModel(graph, TARGET, FLOOR).at(point, 64).seconds
+        )
+        linear = [
+            (op.cost, n)
+            for op, n in StepModel(graph, TARGET, FLOOR).rows(tokens, tokens).items()
+            if op.unit is Unit.FLOAT
+        ]
+        bandwidth, rate = TARGET.memory_bandwidth, TARGET.fp32_flops
+        moved = [(c.weight_bytes + c.activation_bytes + c.kv_bytes) / bandwidth for c, _ in linear]
+        expected = sum(
+            n * (min(c.flops / rate, m) + packed * c.weight_bytes / bandwidth)
+            for (c, n), m in zip(linear, moved, strict=True)
+        )
+        assert added == pytest.approx(expected, rel=1e-9)
