@@ -10,7 +10,7 @@ import pytest
 
 from optkit.graph.shapes import Point
 from optkit.plan import whole_model
-from optkit.plan.whole_model import repeats, step_seconds
+from optkit.plan.whole_model import repeats, step_seconds, typical_mean
 from optkit.recipe.load import load_recipe
 from tests.support.graphs import captured
 from tests.support.target import TARGET
@@ -33,7 +33,7 @@ def test_the_first_points_are_measured_where_time_is_short(enough_for: int, numb
     assert list(found) == POINTS[:number]
 
 
-def test_the_median_of_rounds_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stall_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stall in one round, however long, is no part of the time; a step that is short is repeated."""
     rounds, counts = itertools.count(), list[int]()
 
@@ -44,6 +44,11 @@ def test_the_median_of_rounds_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(whole_model, "timed", timed)
     found = step_seconds(captured("llama"), POINTS[:1], TARGET, RECIPE, left=lambda: math.inf)
     assert found == {POINTS[0]: 0.01} and counts[-1] == repeats(0.01) == 5
+
+
+def test_slower_rounds_count_and_outliers_do_not() -> None:
+    assert typical_mean([1.0, 1.0, 1.0, 1.6]) == pytest.approx(1.15)
+    assert typical_mean([1.0, 1.0, 1.0, 9.0]) == typical_mean([1.0]) == 1.0
 
 
 def test_steps_of_a_second_are_not_repeated() -> None:
