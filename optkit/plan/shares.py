@@ -1,8 +1,9 @@
 """The shares of the peaks that kernels reach: the difference between a roofline and a prediction.
 
 No kernel reaches a ceiling. The shares of CPUs are from measured steps against the measured ceilings of the same
-machine (docs/planning.md): one set for CPUs that multiply bytes in one instruction, one for AVX2 without. Each stands
-in for other CPUs of its kind. GPUs have no shares: predictions are the roofline, a floor.
+machine (docs/planning.md). CPUs with an instruction for products of bytes have a set of shares, and CPUs with AVX2 and
+no such instruction another set; both stand in for other CPUs of the same kind. GPUs have no shares: predictions are the
+roofline, a floor.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class Shares:
     Attributes:
         compute: by unit; units without an entry reach ``other``.
         bandwidth: of memory, by unit; units without an entry reach ``reading``.
-        in_turns: units that read weights and multiply one after the other; others do both at once.
-        packing: by unit, the bytes moved to copy the weights into another order, as a multiple of the weights. A
-            product of several rows does so, one of a single row does not.
+        in_turns: units that read weights and multiply in turns; all other units read and multiply at once.
+        packing: by unit, the bytes moved to copy the weights into another order, as a multiple of the weights. Only
+            products of several rows copy weights.
         calls: seconds of each call, by unit; units without an entry take ``call_seconds``, None is the cost model's.
         row_seconds: of a step, for each sequence: sampling, tables, bookkeeping.
         step_seconds: of a step, for the scheduler and the runner.

@@ -2,8 +2,8 @@
 
 A step has chunks of prompts, decodes, or both. Ops on rows (linear layers, norms) see all tokens of a step; attention
 sees each sequence by itself, so its work is summed over chunks and decodes. An op takes the longer of
-arithmetic and memory traffic, or their sum, as its unit's kernels do (``optkit.plan.shares``). The sum over ops, with
-the fixed times of a step, is the prediction.
+arithmetic and memory traffic, or the sum of both where kernels work in turns (``optkit.plan.shares``). The sum over
+ops, with the fixed times of a step, is the prediction.
 """
 
 from __future__ import annotations

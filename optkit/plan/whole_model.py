@@ -1,8 +1,8 @@
 """Measured steps of a whole planned model, with made-up weights.
 
 A model of a gigabyte is built in seconds, since nothing is read, and its steps take the time of the served model's: no
-sum of layers is needed, each of which may be measured in another minute. Steps are measured in rounds, so that all
-have their share of a disturbance. The mean counts, since a request takes many steps: on a machine with neighbours the
+sum of layers is needed, each of which may be measured in another minute. Steps are measured in rounds, so that every
+step meets a disturbance. The mean counts, since a request takes many steps: on a machine with neighbours the
 median step is a twentieth faster than the mean.
 """
 
