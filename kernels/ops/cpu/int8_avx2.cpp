@@ -10,8 +10,10 @@
 // hold weights, 1 a row's pair and 1 a product.
 //
 // Few rows wait for memory. One or two take a whole panel, so that bytes are read in the order of memory; of more, the
-// first tiles ask for the next panel, a part each. Three rows and more of panels whose pairs of weights fit 16 bits have tiles of their
-// own (int8_pairs_avx2.cpp).
+// first tiles ask for the next panel, a part each. Three rows and more of panels whose pairs of weights fit 16 bits have
+// tiles of their own (int8_pairs_avx2.cpp).
+#include <algorithm>
+
 #include "scratch.h"
 #include "ymm_tile.h"
 

@@ -4,6 +4,8 @@
 // vpmaddubsw adds the products of two u8 and two s8 in 16 bits. It saturates with weights like (127, 127), and is exact
 // with these. A vpmaddwd by ones then adds the two pairs of a step into the 32-bit lane of an output channel. For 32
 // products that are 3 instructions on the bytes as they lie; any weights take 4 on widened ones (int8_avx2.cpp).
+#include <algorithm>
+
 #include "ymm_tile.h"
 
 #if OPTKIT_X86
