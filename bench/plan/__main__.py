@@ -7,8 +7,8 @@
 
 Each recipe is planned twice, from ceilings and shares alone and after the calibration of 30 seconds, and measured on
 an artifact in the same process: prompts of 128 to 2048 tokens, decoding, and 8 clients at once. Missing artifacts are
-made first, which takes minutes for recipes with quantization. Each round has its own calibration between two
-measurements, whose mean counts; medians over rounds.
+made first, which takes minutes for recipes with quantization. Measurements and calibrations alternate: a calibration is
+compared with the mean of the measurements before and after it, and medians over rounds count.
 Exit code 1: a prediction is further off than the bound, 30 % without and 10 % with calibration. ``--sweep`` prints the
 sweeps of docs/planning.md instead. Run on an idle machine: the load average is in the result.
 """
@@ -119,14 +119,15 @@ def compared(graph: Graph, recipe: Recipe, engine: Engine, rounds: int) -> dict[
     """Predictions of both kinds, measurements, and errors by figure, as medians over rounds.
 
     A round has a calibration of its own between two measurements, whose mean counts: a machine with neighbours is a
-    fifth slower in another minute, and what changes evenly from the first measurement to the second cancels.
+    fifth slower in another minute, and what changes evenly from the first measurement to the second cancels. The
+    measurement after a calibration is also the one before the next.
     """
     target = get_target("cpu")
     model = StepModel(graph, target)
     measured(engine)  # warm up
     found: list[dict[str, dict[str, float]]] = []
+    before = measured(engine)
     for _ in range(rounds):
-        before = measured(engine)
         start = time.monotonic()
         steps = calibrate(graph, model, recipe, target, measure=True)
         seconds = time.monotonic() - start
@@ -137,6 +138,7 @@ def compared(graph: Graph, recipe: Recipe, engine: Engine, rounds: int) -> dict[
         after = measured(engine)
         both = {name: statistics.fmean((before[name], after[name])) for name in before}
         found.append(predicted | {"measured": both})
+        before = after
     return {
         "calibration_seconds": seconds,
         "anchors": [anchor.to_dict() for anchor in steps.anchors],
@@ -180,16 +182,21 @@ def figures(steps: Calibrated, recipe: Recipe, engine: Engine) -> dict[str, floa
 def measured(engine: Engine) -> dict[str, float]:
     """The figures, after a request that is not measured: a calibration leaves caches to another model.
 
-    Short prompts are repeated for ``SECONDS``, up to ``REPEATS`` times, and their mean counts.
+    A request alone is measured before and after the clients, and short prompts several times: the means count.
     """
     measure.prefill_seconds(engine, PROMPTS[0])
+    before, wave, after = alone(engine), of_wave(measure.wave(engine, *WAVE)), alone(engine)
+    return {name: statistics.fmean((before[name], after[name])) for name in before} | wave
+
+
+def alone(engine: Engine) -> dict[str, float]:
+    """The figures of requests alone on the engine."""
     found = {f"prefill {tokens}": prefill(engine, tokens) for tokens in PROMPTS}
-    found[f"decode at {DECODE[0]}"] = measure.decode_seconds(engine, *DECODE)
-    return found | of_wave(measure.wave(engine, *WAVE))
+    return found | {f"decode at {DECODE[0]}": measure.decode_seconds(engine, *DECODE)}
 
 
 def prefill(engine: Engine, tokens: int) -> float:
-    """The mean time to first token of prompts of ``tokens`` tokens, each alone."""
+    """The mean time to first token of prompts of ``tokens`` tokens, repeated for ``SECONDS``, up to ``REPEATS`` times."""
     found = [measure.prefill_seconds(engine, tokens)]
     while sum(found) < SECONDS and len(found) < REPEATS:
         found.append(measure.prefill_seconds(engine, tokens))

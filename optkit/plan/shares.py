@@ -76,23 +76,25 @@ CPU = Shares(
         Unit.FLOAT: 0.31,
         Unit.ATTENTION: 0.3,
         Unit.ATTENTION_INT8: 0.25,
-        Unit.PLAIN_ATTENTION: 0.1,
+        Unit.PLAIN_ATTENTION: 0.17,
     },
     reading=0.95,
     in_turns=frozenset({Unit.FLOAT, Unit.INT8, Unit.INT4, Unit.WEIGHT_ONLY}),
-    packing={Unit.FLOAT: 0.8},
+    packing={Unit.FLOAT: 0.5},
     calls={Unit.FLOAT: 1e-5, Unit.PLAIN_ATTENTION: 1.5e-4},
     call_seconds=5e-7,  # ops of a native program
     row_seconds=1e-4,
-    step_seconds=6e-4,
+    step_seconds=4e-4,
     source="shares of the ceilings that optkit's kernels reach",
 )
 # Each byte of a weight takes several instructions, so few rows do not wait for memory alone.
 CPU_AVX2 = replace(
     CPU,
     compute=CPU.compute | {Unit.INT8: 0.75, Unit.INT4: 0.72, Unit.WEIGHT_ONLY: 0.5},
-    bandwidth=CPU.bandwidth | {Unit.FLOAT: 0.28, Unit.ATTENTION_INT8: 0.15},
+    bandwidth=CPU.bandwidth | {Unit.FLOAT: 0.28, Unit.ATTENTION_INT8: 0.15, Unit.PLAIN_ATTENTION: 0.1},
     reading=0.65,
+    packing={Unit.FLOAT: 0.8},
+    step_seconds=6e-4,
 )
 DOT_PRODUCTS = {"avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm"}  # of bytes, in one instruction
 
