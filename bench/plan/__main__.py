@@ -1,14 +1,15 @@
 """Predictions of ``optkit plan`` against measurements through the runtime.
 
     python -m bench.plan smollm2-135m --artifact ttft-cpu=artifact/ --artifact edge-cpu=artifact-edge/
-    python -m bench.plan smollm2-135m --recipe baseline --rounds 3
+    python -m bench.plan smollm2-135m --recipe baseline --rounds 1
     python -m bench.plan smollm2-135m --recipe ttft-cpu --sweep chunk
     python -m bench.plan smollm2-135m --recipe ttft-cpu --sweep wait
 
 Each recipe is planned twice, from ceilings and shares alone and after the calibration of 30 seconds, and measured on
 an artifact in the same process: prompts of 128 to 2048 tokens, decoding, and 8 clients at once. Missing artifacts are
-made first, which takes minutes for recipes with quantization. Measurements and calibrations alternate: a calibration is
-compared with the mean of the measurements before and after it, and medians over rounds count.
+made first, which takes minutes for recipes with quantization. The rounds of a calibration and measurements alternate, so
+that both meet the same seconds of a machine with neighbours; means of each calibration's measurements, medians over
+calibrations.
 Exit code 1: a prediction is further off than the bound, 30 % without and 10 % with calibration. ``--sweep`` prints the
 sweeps of docs/planning.md instead. Run on an idle machine: the load average is in the result.
 """
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("model")
     parser.add_argument("--recipe", action="append", choices=RECIPES, help="may be repeated; default: all")
     parser.add_argument("--artifact", action="append", default=[], metavar="RECIPE=DIR")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=2, help="calibrations, or rounds of a sweep")
     parser.add_argument("--sweep", choices=SWEEPS)
     parser.add_argument("--save-result", type=Path)
     args = parser.parse_args(argv)
@@ -115,30 +116,47 @@ def planned(model: str, recipe: Recipe) -> Graph:
     return chain.result
 
 
-def compared(graph: Graph, recipe: Recipe, engine: Engine, rounds: int) -> dict[str, Any]:
-    """Predictions of both kinds, measurements, and errors by figure, as medians over rounds.
+class Alternating:
+    """Measurements of ``engine`` between the rounds of a calibration, for which the clock stands still."""
 
-    A round has a calibration of its own between two measurements, whose mean counts: a machine with neighbours is a
-    fifth slower in another minute, and what changes evenly from the first measurement to the second cancels. The
-    measurement after a calibration is also the one before the next.
-    """
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.paused = engine, 0.0
+        self.samples: list[dict[str, float]] = []
+
+    def clock(self) -> float:
+        """Seconds of the calibration alone."""
+        return time.monotonic() - self.paused
+
+    def measure(self) -> None:
+        start = time.monotonic()
+        self.samples.append(measured(self.engine))
+        self.paused += time.monotonic() - start
+
+    def means(self) -> dict[str, float]:
+        """The mean of each figure."""
+        return {name: statistics.fmean(found[name] for found in self.samples) for name in self.samples[0]}
+
+
+def compared(graph: Graph, recipe: Recipe, engine: Engine, calibrations: int) -> dict[str, Any]:
+    """Predictions of both kinds, measurements, and errors by figure, as medians over calibrations."""
     target = get_target("cpu")
     model = StepModel(graph, target)
     measured(engine)  # warm up
-    found: list[dict[str, dict[str, float]]] = []
-    before = measured(engine)
-    for _ in range(rounds):
-        start = time.monotonic()
-        steps = calibrate(graph, model, recipe, target, measure=True)
-        seconds = time.monotonic() - start
+    found: list[dict[str, Any]] = []
+    for _ in range(calibrations):
+        beside = Alternating(engine)
+        start = beside.clock()
+        steps = calibrate(
+            graph, model, recipe, target, measure=True, clock=beside.clock, between=beside.measure
+        )
+        seconds = beside.clock() - start
+        if not beside.samples:  # of a calibration without rounds, by layers
+            beside.measure()
         predicted = {
             "shares": figures(Calibrated(model), recipe, engine),
             "calibrated": figures(steps, recipe, engine),
         }
-        after = measured(engine)
-        both = {name: statistics.fmean((before[name], after[name])) for name in before}
-        found.append(predicted | {"measured": both})
-        before = after
+        found.append(predicted | {"measured": beside.means(), "samples": beside.samples})
     return {
         "calibration_seconds": seconds,
         "anchors": [anchor.to_dict() for anchor in steps.anchors],
@@ -180,19 +198,11 @@ def figures(steps: Calibrated, recipe: Recipe, engine: Engine) -> dict[str, floa
 
 
 def measured(engine: Engine) -> dict[str, float]:
-    """The figures, after a request that is not measured: a calibration leaves caches to another model.
-
-    A request alone is measured before and after the clients, and short prompts several times: the means count.
-    """
+    """The figures, after a request that is not measured: a calibration leaves caches to another model."""
     measure.prefill_seconds(engine, PROMPTS[0])
-    before, wave, after = alone(engine), of_wave(measure.wave(engine, *WAVE)), alone(engine)
-    return {name: statistics.fmean((before[name], after[name])) for name in before} | wave
-
-
-def alone(engine: Engine) -> dict[str, float]:
-    """The figures of requests alone on the engine."""
     found = {f"prefill {tokens}": prefill(engine, tokens) for tokens in PROMPTS}
-    return found | {f"decode at {DECODE[0]}": measure.decode_seconds(engine, *DECODE)}
+    found[f"decode at {DECODE[0]}"] = measure.decode_seconds(engine, *DECODE)
+    return found | of_wave(measure.wave(engine, *WAVE))
 
 
 def prefill(engine: Engine, tokens: int) -> float:

@@ -142,11 +142,13 @@ def calibrate(
     seconds: float = SECONDS,
     progress: Callable[[str], None] = lambda text: None,
     clock: Callable[[], float] = time.monotonic,
+    between: Callable[[], None] = lambda: None,
 ) -> Calibrated:
     """``model`` corrected at the anchors known for this machine.
 
     Args:
-        measure: measures unknown anchors and the engine's own time, for ``seconds`` at most.
+        measure: measures unknown anchors and the engine's own time, for ``seconds`` of ``clock`` at most.
+        between: called before each round of steps of a whole model (``optkit.plan.whole_model``).
     """
     if target.source != "measured" or target.kind != "cpu":
         return Calibrated(model)
@@ -162,7 +164,7 @@ def calibrate(
     whole: dict[Point, float] = {}
     if measure and can_be_whole(graph, times, sum(found.seconds for found in predicted.values()), left()):
         progress(f"measuring {len(points)} steps of the whole model")
-        whole = whole_model.step_seconds(graph, points, target, recipe, left=left)
+        whole = whole_model.step_seconds(graph, points, target, recipe, left=left, between=between)
         times.keep_whole(graph, whole)
     anchors = []
     for point in points:

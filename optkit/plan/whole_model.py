@@ -38,12 +38,14 @@ def step_seconds(
     recipe: Recipe,
     *,
     left: Callable[[], float],
+    between: Callable[[], None] = lambda: None,
 ) -> dict[Point, float]:
     """Seconds of a step of ``graph`` at each of ``points``, without the engine's part; fewer points in a short time.
 
     Args:
         points: the most important first.
         left: the seconds that are left; no step is begun that would take longer, as far as is known.
+        between: called before each round; a caller with other work to measure in the same minute does it there.
     """
     model = lower(with_values(graph), target, consume=True)
     runner = shared_pool(model, points, recipe)
@@ -57,6 +59,7 @@ def step_seconds(
         steps[point], first[point] = step, timed(step, 1)  # the call before was the first: it sizes buffers
     samples: dict[Point, list[float]] = {point: [seconds] for point, seconds in first.items()}
     for _ in range(ROUNDS):
+        between()
         for point, step in steps.items():
             count = repeats(first[point])
             if left() > count * first[point]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from bench.plan import __main__ as plan
 from bench.plan import measure, sweep
 from bench.plan.__main__ import BOUNDS, medians, print_rows
 from optkit.plan.virtual import Arrival
@@ -35,6 +36,23 @@ def test_a_prediction_beyond_its_bound_is_named(capsys: pytest.CaptureFixture[st
     ] == pytest.approx(0.2)
     found["errors"]["shares"]["prefill 128"] = float("nan")
     assert "prefill 128, shares: +nan%" in print_rows("r", found)
+
+
+def test_measurements_between_rounds_are_no_part_of_the_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+
+    def measured(engine: object) -> dict[str, float]:
+        now[0] += 7.0
+        return {"prefill 128": now[0]}
+
+    monkeypatch.setattr(plan, "measured", measured)
+    monkeypatch.setattr(plan.time, "monotonic", lambda: now[0])
+    beside = plan.Alternating(engine=None)  # type: ignore[arg-type]
+    start = beside.clock()
+    beside.measure()
+    now[0] += 2.0
+    beside.measure()
+    assert beside.clock() - start == 2.0 and beside.means() == {"prefill 128": 111.5}
 
 
 def test_requests_are_handed_over_in_groups() -> None:

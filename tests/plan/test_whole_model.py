@@ -33,6 +33,25 @@ def test_the_first_points_are_measured_where_time_is_short(enough_for: int, numb
     assert list(found) == POINTS[:number]
 
 
+def test_other_work_can_be_measured_between_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def timed(step: Callable[[], None], count: int) -> float:
+        order.append("step")
+        return 1.0
+
+    monkeypatch.setattr(whole_model, "timed", timed)
+    step_seconds(
+        captured("llama"),
+        POINTS[:1],
+        TARGET,
+        RECIPE,
+        left=lambda: math.inf,
+        between=lambda: order.append("between"),
+    )
+    assert order == ["step", "step", *["between", "step"] * whole_model.ROUNDS]
+
+
 def test_a_stall_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stall in one round, however long, is no part of the time; a step that is short is repeated."""
     rounds, counts = itertools.count(), list[int]()
