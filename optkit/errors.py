@@ -18,6 +18,11 @@ REFUSALS = {  # of the operating system: a full disk, a path without permission
     *(errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EMFILE, errno.ENFILE),
 }
 FULL = (errno.ENOSPC, errno.EDQUOT)
+REMEDIES = {
+    **dict.fromkeys(FULL, "make room on the disks of the output and of the cache (OPTKIT_CACHE)"),
+    errno.EFBIG: "raise the limit on the size of a file (ulimit -f), or take a file system with larger files",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+}
 CODE_IN_TEXT = re.compile(r"\(os error (\d+)\)")
 
 
@@ -63,8 +68,7 @@ def refusal(error: Exception) -> UserError | None:
     if code not in REFUSALS:
         return None
     path = getattr(error, "filename", None)
-    fix = "make room on the disks of the output and of the cache (OPTKIT_CACHE)" if code in FULL else None
-    return UserError(os.strerror(code), where=None if path is None else str(path), fix=fix)
+    return UserError(os.strerror(code), where=None if path is None else str(path), fix=REMEDIES.get(code))
 
 
 def printable(text: str) -> str:

@@ -45,6 +45,10 @@ ROOM = "make room on the disks of the output and of the cache (OPTKIT_CACHE)"
     [
         (OSError(errno.ENOSPC, "full", "a/b"), f"a/b: No space left on device. {ROOM}."),
         (OSError(errno.ENOSPC, "full"), f"No space left on device. {ROOM}."),
+        (
+            OSError(errno.EMFILE, "many", "a"),
+            "a: Too many open files. raise the limit on open files (ulimit -n).",
+        ),
         (OSError(errno.EROFS, "read-only", Path("a")), "a: Read-only file system."),
         (RuntimeError("serializing: I/O error: full (os error 28)"), f"No space left on device. {ROOM}."),
     ],

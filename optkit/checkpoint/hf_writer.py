@@ -8,7 +8,6 @@ tied output head with a weight of its own in the graph, quantized or float, is u
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,27 +19,11 @@ from optkit.checkpoint.quantization_config import quantization_config, quantized
 from optkit.checkpoint.safetensors_writer import save_tensors
 from optkit.checkpoint.source import Source, open_source
 from optkit.checkpoint.tensors import changed_tensors, save_shards
-from optkit.checkpoint.validate import MAX_JSON_BYTES
+from optkit.checkpoint.text_files import write_text_files
 from optkit.graph import variants
 from optkit.graph.ir import Graph
 from optkit.graph.layer_names import layer_number
 from optkit.graph.stored import StoredTensor
-from optkit.untrusted_json import parse_json, read_bounded
-
-# Files of the source that describe text, not weights; each is copied if it is there.
-TEXT_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "generation_config.json",
-    "LICENSE",
-    "README.md",
-)
 
 
 def write_model(graph: Graph, source: Path, directory: Path) -> None:
@@ -59,7 +42,8 @@ def write_codes(graph: Graph, source: Path, directory: Path, file: Path) -> None
     widest = variants.widest(graph)
     save_tensors(tensors_of_codes(graph, checkpoint_tensors(widest, files)), file)
     config = {k: v for k, v in model_config(widest, files).items() if k != "quantization_config"}
-    write_texts(directory, config, source)
+    write_json(directory / "config.json", config)
+    write_text_files(source, directory)
 
 
 def checkpoint_tensors(graph: Graph, files: Source) -> dict[str, Tensor | StoredTensor]:
@@ -79,25 +63,8 @@ def write_directory(
     if len(set(placed.values())) > 1:
         index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": placed}
         write_json(directory / "model.safetensors.index.json", index)
-    write_texts(directory, config, texts)
-
-
-def write_texts(directory: Path, config: dict[str, Any], texts: Path) -> None:
-    """Write config and the text files of ``texts`` to ``directory``."""
     write_json(directory / "config.json", config)
-    for name in TEXT_FILES:
-        if (texts / name).is_file():
-            shutil.copyfile(texts / name, directory / name)
-    template = texts / "chat_template.json"  # of a multimodal processor
-    if template.is_file() and not (texts / "chat_template.jinja").is_file():
-        write_template(template, directory / "chat_template.jinja")
-
-
-def write_template(file: Path, out: Path) -> None:
-    """Write the chat template in the JSON file of a processor to ``out``; nothing where the file has none."""
-    source = parse_json(read_bounded(file, MAX_JSON_BYTES), str(file)).get("chat_template")
-    if isinstance(source, str):
-        out.write_text(source, "utf-8")
+    write_text_files(texts, directory)
 
 
 def model_config(graph: Graph, source: Source) -> dict[str, Any]:

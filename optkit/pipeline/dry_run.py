@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from optkit.checkpoint.locate import resolve
+from optkit.checkpoint.text_files import notes_on_tokenizer
 from optkit.checkpoint.validate import validate_checkpoint
 from optkit.errors import UserError
 from optkit.evaluation.limits import FINAL_TOKENS
@@ -80,5 +81,10 @@ def dry_run(
         "estimate": estimated(source.directory, resolved, target, float_copies=recipe.files.float_copies),
         "passes": passes,
         "alternatives": alternatives,
-        "notes": [*source.notes, *graph.notes, *filter(None, [about_target])],
+        "notes": [
+            *source.notes,
+            *notes_on_tokenizer(source.directory),
+            *graph.notes,
+            *filter(None, [about_target]),
+        ],
     }
