@@ -7,8 +7,8 @@
 
 Each recipe is planned twice, from ceilings and shares alone and after the calibration of 30 seconds, and measured on
 an artifact in the same process: prompts of 128 to 2048 tokens, decoding, and 8 clients at once. Missing artifacts are
-made first, which takes minutes for recipes with quantization. The rounds of a calibration and measurements alternate, so
-that both meet the same seconds of a machine with neighbours; means of each calibration's measurements, medians over
+made first, which takes minutes for recipes with quantization. The rounds of a calibration and measurements alternate,
+so that both meet the same seconds of a machine with neighbours; means of each calibration's measurements, medians over
 calibrations.
 Exit code 1: a prediction is further off than the bound, 30 % without and 10 % with calibration. ``--sweep`` prints the
 sweeps of docs/planning.md instead. Run on an idle machine: the load average is in the result.
@@ -206,7 +206,7 @@ def measured(engine: Engine) -> dict[str, float]:
 
 
 def prefill(engine: Engine, tokens: int) -> float:
-    """The mean time to first token of prompts of ``tokens`` tokens, repeated for ``SECONDS``, up to ``REPEATS`` times."""
+    """The mean time to first token of a prompt of ``tokens`` tokens, in ``SECONDS``, of up to ``REPEATS`` requests."""
     found = [measure.prefill_seconds(engine, tokens)]
     while sum(found) < SECONDS and len(found) < REPEATS:
         found.append(measure.prefill_seconds(engine, tokens))

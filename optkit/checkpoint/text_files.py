@@ -28,11 +28,13 @@ COPIED = (
     "LICENSE",
     "README.md",
 )
-NO_TOKENIZER = f"the model has no {TOKENIZER}, and transformers can't make one of its files: optkit serve will refuse the artifact"
+NO_TOKENIZER = (
+    f"the model has no {TOKENIZER}, and transformers can't make one: optkit serve will refuse the artifact"
+)
 
 
 def write_text_files(source: Path, directory: Path) -> None:
-    """Copy the files of the model directory ``source`` to ``directory``, with a ``tokenizer.json`` if there can be one."""
+    """Copy the files of the model directory ``source`` to ``directory``, and make a missing ``tokenizer.json``."""
     for name in COPIED:
         if (source / name).is_file():
             shutil.copyfile(source / name, directory / name)
