@@ -20,8 +20,9 @@ GROUPS: tuple[tuple[int, str], ...] = (
          "intermediate_size_mlp dense_intermediate_size feed_forward_size"),
     (32, "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size shared_intermediate_size "
          "shared_experts_intermediate_size moe_shared_expert_intermediate_size linear_head_dim router_hidden_size"),
-    (LAYERS, "num_hidden_layers n_layer num_layers n_layers decoder_layers num_decoder_layers num_blocks"),
-    (2, "encoder_layers num_encoder_layers"),
+    # layers of encoders too: a KV cache of transformers has as many, also of decoders alone
+    (LAYERS, "num_hidden_layers n_layer num_layers n_layers decoder_layers num_decoder_layers num_blocks "
+             "encoder_layers num_encoder_layers"),
     (4, "num_attention_heads n_head num_heads n_heads decoder_attention_heads encoder_attention_heads attention_heads "
         "num_decoder_attention_heads num_encoder_attention_heads swa_num_attention_heads linear_num_heads "
         "linear_num_value_heads"),

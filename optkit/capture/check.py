@@ -28,7 +28,7 @@ from transformers import AttentionInterface, DynamicCache
 
 from optkit.capture import boundary
 from optkit.capture.rope import RopeChoice, fixed_rope
-from optkit.errors import UnsupportedModel
+from optkit.errors import UnsupportedModel, first_line
 from optkit.graph.ir import Graph
 from optkit.kernels import reference
 from optkit.lowering.dense import dense_inputs
@@ -137,9 +137,18 @@ def whole(executable: Executable, ids: Tensor, first: int = 0) -> Tensor:
 
 
 def eager_logits(model: Any, ids: Tensor, *, use_cache: bool = False, **options: Any) -> Tensor:
-    """Logits [T, V] of the model, for a sequence."""
-    with torch.no_grad():
-        return model(input_ids=ids[None], use_cache=use_cache, **options).logits[0]
+    """Logits [T, V] of the model, for a sequence.
+
+    Raises:
+        UnsupportedModel: the model's own code fails.
+    """
+    try:
+        with torch.no_grad():
+            return model(input_ids=ids[None], use_cache=use_cache, **options).logits[0]
+    except Exception as error:
+        case = "with a KV cache" if use_cache else f"on {len(ids)} tokens"
+        what = f"transformers' own code fails {case}: {type(error).__name__}: {first_line(error)}"
+        raise UnsupportedModel(what, where=model.config.model_type) from error
 
 
 class LongCache(DynamicCache):

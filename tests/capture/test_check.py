@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import BartConfig, BartForCausalLM, LlamaForCausalLM
 
 from optkit.capture import boundary, capture
 from optkit.capture.check import check_capture
@@ -205,3 +205,23 @@ def test_logits_that_are_not_finite_are_refused_without_a_weight_to_name() -> No
         model.lm_head.weight.fill_(3e38)
     with pytest.raises(UnsupportedModel, match="its logits in transformers are NaN or infinite"):
         check_capture(graph, model)
+
+
+def test_failure_of_the_models_own_code_is_named() -> None:
+    """transformers makes a KV cache with as many layers as Bart's encoder has, also for the decoder alone."""
+    config = BartConfig(
+        vocab_size=64,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=2,
+        decoder_attention_heads=2,
+        decoder_ffn_dim=32,
+        max_position_embeddings=128,
+        is_encoder_decoder=False,
+        is_decoder=True,
+    )
+    boundary.register()
+    config._attn_implementation = boundary.NAME
+    model = BartForCausalLM(config).eval()
+    with pytest.raises(UnsupportedModel, match="transformers' own code fails with a KV cache: IndexError"):
+        capture(model)
