@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import platform
 import sys
-import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from optkit.machine.load import BUSY, cpu_in_use, load_average
+
 ISA_VARIABLES = ("OPTKIT_CPU_ISA", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
-BUSY = 0.25  # of the processors
-SAMPLE_SECONDS = 0.5
-PROC_STAT = Path("/proc/stat")
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "httpx", "uvicorn")
 
 
@@ -48,36 +46,6 @@ def public(text: str, root: Path) -> str:
     for path, name in (*inside, (sys.executable, "python"), (str(Path.home()), "~")):
         text = text.replace(path, name)
     return text
-
-
-def load_average() -> float:
-    """The 1-minute load average."""
-    return os.getloadavg()[0]
-
-
-def cpu_in_use(seconds: float = SAMPLE_SECONDS) -> float | None:
-    """The share of the processors' time that all processes take during the next ``seconds``; None but on Linux.
-
-    The caller sleeps meanwhile. A load average of a minute still counts what ended long ago, as the command before.
-    """
-    if (before := _ticks()) is None:
-        return None
-    time.sleep(seconds)
-    after = _ticks()
-    if after is None or after[1] == before[1]:
-        return None
-    return (after[0] - before[0]) / (after[1] - before[1])
-
-
-def _ticks() -> tuple[int, int] | None:
-    """The clock ticks of all processors in use, and in total, since the start of the system."""
-    try:
-        line = PROC_STAT.read_text("utf-8").partition("\n")[0]
-        user, nice, system, idle, iowait, *others = map(int, line.split()[1:9])
-    except (OSError, ValueError):
-        return None
-    used = user + nice + system + sum(others)
-    return used, used + idle + iowait
 
 
 def busy(environment: Mapping[str, Any]) -> str | None:

@@ -1,1 +1,1 @@
-"""The machine: targets and ceilings, the private cache directory, locks, checksums, mapped files, logs, parents."""
+"""The machine: targets, ceilings and load, the private cache, locks, checksums, mapped files, logs, parents."""

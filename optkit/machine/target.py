@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +23,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from optkit.errors import UserError, nearest
+from optkit.machine.load import BUSY, cpu_in_use
 from optkit.machine.paths import cache_dir, replace_text
+
+log = logging.getLogger(__name__)
 
 ISA_FLAGS = ("sse4_2", "avx", "avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx_vnni", "avx512_bf16")
 ISA_EXTRA = ("amx_tile", "amx_int8", "amx_bf16", "asimd", "asimddp", "i8mm", "bf16", "sve")
@@ -204,6 +208,12 @@ def _read_cached(file: Path) -> Target | None:
 def _measured_target() -> Target:
     from optkit.machine import ceilings as measure
 
+    if (used := cpu_in_use() or 0.0) > BUSY:
+        log.warning(
+            "%.0f%% of the processors are in use while the ceilings of this machine are measured: they will be "
+            "too low; optkit doctor --refresh measures again",
+            100 * used,
+        )
     bf16_units = BF16_UNITS & set(cpu_isa())
     return Target(
         name="cpu",

@@ -53,6 +53,22 @@ def test_detect_measures_once(fast_measurements: list[int]) -> None:
     assert first.memory_bytes > 1 << 28
 
 
+@pytest.mark.parametrize(("used", "warned"), [(0.9, True), (0.1, False), (None, False)])
+def test_ceilings_measured_beside_other_work_are_warned_of(
+    fast_measurements: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    used: float | None,
+    warned: bool,
+) -> None:
+    monkeypatch.setattr(target, "cpu_in_use", lambda: used)
+    detect()
+    assert ("90% of the processors are in use" in caplog.text) is warned
+    caplog.clear()
+    detect()
+    assert not caplog.text, "from the cache nothing is measured"
+
+
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"name": "cpu"}', '{"isa": 3}', "\x00"])
 def test_detect_measures_again_when_the_cache_entry_is_damaged(
     fast_measurements: list[int], tmp_path: Path, content: str
