@@ -34,12 +34,13 @@ from bench.cores import held_to, split_cores
 from bench.figures import command_line
 from bench.memory import memory_of
 from optkit.bench import client, servers, workload
-from optkit.bench.environment import environment, load_average
+from optkit.bench.environment import environment
 from optkit.bench.metrics import OPTKIT
 from optkit.bench.records import RequestRecord, clock, span
 from optkit.bench.statistics import block_means, trend
 from optkit.bench.workload import WorkloadConfig
 from optkit.errors import UserError
+from optkit.machine.load import load_average
 from optkit.machine.paths import check_place, save_text
 from optkit.text.load import load_tokenizer
 

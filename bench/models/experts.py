@@ -31,9 +31,10 @@ from torch import Tensor
 from bench.figures import command_line
 from bench.models import accessed
 from bench.models.random_model import ALONE, captured, changed, engine_of, executable, random_prompts, start
-from optkit.bench.environment import environment, load_average
+from optkit.bench.environment import environment
 from optkit.graph.ir import Graph
 from optkit.lowering.lower import Executable
+from optkit.machine.load import load_average
 from optkit.machine.present import present_target
 from optkit.runtime.engine import Engine
 

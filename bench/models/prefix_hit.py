@@ -34,8 +34,9 @@ from bench.models.random_model import (
     executable,
     random_prompts,
 )
-from optkit.bench.environment import environment, load_average
+from optkit.bench.environment import environment
 from optkit.graph.states import recurrent_of
+from optkit.machine.load import load_average
 from optkit.machine.present import present_target
 from optkit.runtime.engine import Engine
 

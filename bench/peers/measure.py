@@ -20,11 +20,12 @@ from bench.peers.process_group import freeze, peak_memory, thaw, used_avx512
 from bench.peers.result import Measured, ServerReport
 from bench.peers.workloads import START, warmup
 from optkit.bench import client, servers, workload
-from optkit.bench.environment import busy, environment, load_average
+from optkit.bench.environment import busy, environment
 from optkit.bench.records import clock
 from optkit.bench.result import BenchResult, Turn
 from optkit.bench.run import SETTLE
 from optkit.errors import UserError
+from optkit.machine.load import load_average
 from optkit.machine.target import usable_cores
 
 AWAKE_TIMEOUT = 10.0  # seconds that a thawed server gets to answer again

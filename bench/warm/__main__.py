@@ -27,8 +27,9 @@ from typing import Any
 from bench.bounds import beyond, print_numbers
 from bench.figures import command_line
 from bench.warm import baked, typing_ahead
-from optkit.bench.environment import environment, load_average
+from optkit.bench.environment import environment
 from optkit.errors import UserError
+from optkit.machine.load import load_average
 
 PARTS = ("baked", "typing")
 MOST = {

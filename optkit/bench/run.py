@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from optkit.bench import client, servers, workload
-from optkit.bench.environment import environment, load_average
+from optkit.bench.environment import environment
 from optkit.bench.metrics import LatencyBounds
 from optkit.bench.records import RequestRecord
 from optkit.bench.result import BenchResult, Turn
 from optkit.bench.server_counters import CacheCounters, cache_counters
 from optkit.bench.validity import TurnConditions
 from optkit.errors import UserError
+from optkit.machine.load import load_average
 from optkit.text.load import load_tokenizer
 
 SETTLE = 0.5  # seconds between turns: the threads of the last server go to sleep
