@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 MOST_TICKS = 6
 STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
+SMALLEST = 1e-290  # width of a linear axis, over which a division gives normal floats
 LOG_FROM = 30.0  # largest over smallest value: a linear axis would hide the small ones
 
 
@@ -57,7 +58,7 @@ def axis_of(
         return Axis(label, low / 1.25, high * 1.25, log=True)
     low = min(0.0, low) if zero else low
     size = max(abs(low), abs(high))
-    step = max((high - low or size or 1.0) * 0.05, 1e-9 * size)  # wider than the rounding of floats
+    step = max((high - low or size or 1.0) * 0.05, 1e-9 * size, SMALLEST)  # wider than the rounding of floats
     return Axis(label, low if zero and low == 0 else low - step, high + step)
 
 

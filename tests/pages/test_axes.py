@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from optkit.pages.axes import LOG_FROM, MOST_TICKS, axis_of
@@ -15,6 +15,8 @@ POSITIVE = st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=20)
 
 
 @given(VALUES, st.booleans())
+@example([5e-324], True)
+@example([5e-324], False)
 def test_a_linear_axis_holds_all_values_in_order(values: list[float], zero: bool) -> None:
     axis = axis_of("x", values, log=False, zero=zero)
     assert axis is not None and axis.low <= min(values) and max(values) <= axis.high

@@ -21,6 +21,7 @@ from tests.support.quick import quick
 from tests.support.small_runs import ONE_PROMPT, recipe_text
 
 RECIPE = recipe_text("passes: {fuse_qkv: {}, int8: {}}\n", ONE_PROMPT)
+TOO_LARGE = "File too large. raise the limit on the size of a file (ulimit -f), or take a file system with larger files"
 LIMIT = 20_000  # bytes of a file; the weights have more
 
 
@@ -49,7 +50,7 @@ def test_a_run_that_can_not_write_leaves_the_old_artifact_and_goes_on_later(
     words = ["optimize", str(source), "-r", str(file), "-o", str(out), "--quality-tokens", "1024"]
     with limited(LIMIT):  # the first state
         assert run(words) == 2
-    assert refusal_of(capsys) == "File too large"
+    assert refusal_of(capsys) == TOO_LARGE
     assert not out.exists()
     assert run(words) == 0
     before = content(out)
@@ -57,7 +58,7 @@ def test_a_run_that_can_not_write_leaves_the_old_artifact_and_goes_on_later(
     capsys.readouterr()
     with limited(LIMIT):  # the passes are finished: the artifact
         assert run([*words, "--force"]) == 2
-    assert refusal_of(capsys) == "File too large"
+    assert refusal_of(capsys) == TOO_LARGE
     assert content(out) == before
     assert not list(tmp_path.glob(".out*"))
     assert run([*words, "--force"]) == 0
