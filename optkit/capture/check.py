@@ -27,8 +27,9 @@ from torch import Tensor
 from transformers import AttentionInterface, DynamicCache
 
 from optkit.capture import boundary
+from optkit.capture.loading import refusals
 from optkit.capture.rope import RopeChoice, fixed_rope
-from optkit.errors import UnsupportedModel, first_line
+from optkit.errors import UnsupportedModel
 from optkit.graph.ir import Graph
 from optkit.kernels import reference
 from optkit.lowering.dense import dense_inputs
@@ -142,13 +143,12 @@ def eager_logits(model: Any, ids: Tensor, *, use_cache: bool = False, **options:
     Raises:
         UnsupportedModel: the model's own code fails.
     """
-    try:
-        with torch.no_grad():
-            return model(input_ids=ids[None], use_cache=use_cache, **options).logits[0]
-    except Exception as error:
-        case = "with a KV cache" if use_cache else f"on {len(ids)} tokens"
-        what = f"transformers' own code fails {case}: {type(error).__name__}: {first_line(error)}"
-        raise UnsupportedModel(what, where=model.config.model_type) from error
+    case = "with a KV cache" if use_cache else f"on {len(ids)} tokens"
+    with (
+        refusals(model.config.model_type, f"transformers' own code fails {case}", typed=True),
+        torch.no_grad(),
+    ):
+        return model(input_ids=ids[None], use_cache=use_cache, **options).logits[0]
 
 
 class LongCache(DynamicCache):

@@ -24,10 +24,15 @@ from optkit.errors import UnsupportedModel, UserError, first_line, refusal
 
 
 @contextmanager
-def refusals(where: str) -> Iterator[None]:
-    """Around calls of transformers alone: errors become ``UnsupportedModel``.
+def refusals(
+    where: str, failure: str = "transformers can't build it", *, typed: bool = False
+) -> Iterator[None]:
+    """Around calls of transformers alone: errors become ``UnsupportedModel``, ``failure`` with the cause.
 
     Errors of memory and of the operating system, such as a file without permission, pass unchanged.
+
+    Args:
+        typed: the cause begins with the error's type; else only that of a ``KeyError``, whose text is a key alone.
     """
     try:
         yield
@@ -36,13 +41,8 @@ def refusals(where: str) -> Iterator[None]:
     except Exception as error:
         if refusal(error) is not None:
             raise
-        raise UnsupportedModel(reason(error), where=where) from error
-
-
-def reason(error: Exception) -> str:
-    """The refusal for an error of transformers; the text of a ``KeyError`` is a key alone."""
-    kind = "KeyError " if isinstance(error, KeyError) else ""
-    return f"transformers can't build it: {kind}{first_line(error)}"
+        kind = f"{type(error).__name__}: " if typed else "KeyError " if isinstance(error, KeyError) else ""
+        raise UnsupportedModel(f"{failure}: {kind}{first_line(error)}", where=where) from error
 
 
 def read_config(directory: Path) -> Any:
