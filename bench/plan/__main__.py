@@ -7,9 +7,9 @@
 
 Each recipe is planned twice, from ceilings and shares alone and after the calibration of 30 seconds, and measured on
 an artifact in the same process: prompts of 128 to 2048 tokens, decoding, and 8 clients at once. Missing artifacts are
-made first, which takes minutes for recipes with quantization. The rounds of a calibration and measurements alternate,
-so that both meet the same seconds of a machine with neighbours; means of each calibration's measurements, medians over
-calibrations.
+made first, which takes minutes for recipes with quantization. A calibration is interrupted for measurements every few
+seconds, so that both meet the same minutes of a machine with neighbours; means of each calibration's measurements,
+medians over calibrations.
 Exit code 1: a prediction is further off than the bound, 30 % without and 10 % with calibration. ``--sweep`` prints the
 sweeps of docs/planning.md instead. Run on an idle machine: the load average is in the result.
 """
@@ -51,6 +51,7 @@ PROMPTS = (128, 512, 1024, 2048)
 DECODE = (512, 48)  # tokens in and out
 WAVE = (8, 256, 64)  # clients, tokens in and out
 SECONDS, REPEATS = 1.0, 5  # of a prompt's measurement
+APART = 2.5  # seconds of a calibration between two measurements of all figures
 BOUNDS = {"shares": 0.3, "calibrated": 0.1}
 SWEEPS = {"chunk": sweep.chunks, "wait": sweep.waits}
 
@@ -120,17 +121,23 @@ class Alternating:
     """Measurements of ``engine`` between the rounds of a calibration, for which the clock stands still."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.paused = engine, 0.0
+        self.engine, self.paused, self.last = engine, 0.0, -APART
         self.samples: list[dict[str, float]] = []
 
     def clock(self) -> float:
         """Seconds of the calibration alone."""
         return time.monotonic() - self.paused
 
+    def between(self) -> None:
+        """Measure, where the calibration has gone on for ``APART`` seconds."""
+        if self.clock() - self.last >= APART:
+            self.measure()
+
     def measure(self) -> None:
         start = time.monotonic()
         self.samples.append(measured(self.engine))
         self.paused += time.monotonic() - start
+        self.last = self.clock()
 
     def means(self) -> dict[str, float]:
         """The mean of each figure."""
@@ -147,7 +154,7 @@ def compared(graph: Graph, recipe: Recipe, engine: Engine, calibrations: int) ->
         beside = Alternating(engine)
         start = beside.clock()
         steps = calibrate(
-            graph, model, recipe, target, measure=True, clock=beside.clock, between=beside.measure
+            graph, model, recipe, target, measure=True, clock=beside.clock, between=beside.between
         )
         seconds = beside.clock() - start
         if not beside.samples:  # of a calibration without rounds, by layers

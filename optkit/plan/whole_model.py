@@ -2,7 +2,8 @@
 
 A model of a gigabyte is built in seconds, since nothing is read, and its steps take the time of the served model's: no
 sum of layers is needed, each of which may be measured in another minute. Steps are measured in rounds, so that every
-step meets a disturbance. The mean counts, since a request takes many steps: on a machine with neighbours the
+step meets a disturbance, and get about equal time: a short step is measured more often, since a step of seconds is
+itself a mean over disturbances. The mean counts, since a request takes many steps: on a machine with neighbours the
 median step is a twentieth faster than the mean.
 """
 
@@ -20,7 +21,9 @@ from optkit.machine.target import Target
 from optkit.recipe.schema import Recipe
 
 BUILT_BYTES = 150e6  # of weights that are made up and packed in a second, at least
-ROUNDS = 12
+SAMPLES = 12  # of every step, where the time is enough
+FAIR = 1.2  # times the mean: the time that a step may have had before it waits for the others
+LONG_SECONDS = 0.5  # of a step whose first call counts: sizing its buffers takes a percent of that
 ROUND_SECONDS = 0.05  # of a short step in a round: it is repeated
 MOST_REPEATS = 8
 OUTLIER = 2.0  # medians: a longer time is a disturbance that requests do not often meet
@@ -50,20 +53,26 @@ def step_seconds(
     model = lower(with_values(graph), target, consume=True)
     runner = shared_pool(model, points, recipe)
     steps: dict[Point, Callable[[], None]] = {}
-    first: dict[Point, float] = {}
+    samples: dict[Point, list[float]] = {}
     for point in points:
         step = step_function(model, point, recipe, runner)
         taken = timed(step, 1)
         if left() < taken:
             break
-        steps[point], first[point] = step, timed(step, 1)  # the call before was the first: it sizes buffers
-    samples: dict[Point, list[float]] = {point: [seconds] for point, seconds in first.items()}
-    for _ in range(ROUNDS):
+        counts = bool(steps) and taken > LONG_SECONDS  # the first step of all wakes the threads
+        steps[point], samples[point] = step, [taken if counts else timed(step, 1)]
+    spent = {point: found[0] for point, found in samples.items()}
+    measured = True
+    while measured and min(map(len, samples.values()), default=SAMPLES) < SAMPLES:
         between()
+        fair, measured = FAIR * statistics.fmean(spent.values()), False
         for point, step in steps.items():
-            count = repeats(first[point])
-            if left() > count * first[point]:
+            count = repeats(samples[point][0])
+            seconds = count * samples[point][0]
+            if spent[point] <= fair and left() > seconds:
                 samples[point].append(timed(step, count))
+                spent[point] += seconds
+                measured = True
     return {point: typical_mean(found) for point, found in samples.items()}
 
 

@@ -49,7 +49,27 @@ def test_other_work_can_be_measured_between_rounds(monkeypatch: pytest.MonkeyPat
         left=lambda: math.inf,
         between=lambda: order.append("between"),
     )
-    assert order == ["step", "step", *["between", "step"] * whole_model.ROUNDS]
+    assert order == ["step", "step", *["between", "step"] * (whole_model.SAMPLES - 1)]
+
+
+def test_steps_get_equal_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of 3 seconds is measured less often than those of 0.3, all along, and time is the end."""
+    now, seconds, order = [0.0], iter([3.0, 0.3, 0.3]), list[float]()
+    lasting: dict[int, float] = {}
+
+    def timed(step: Callable[[], None], count: int) -> float:
+        if id(step) not in lasting:
+            lasting[id(step)] = next(seconds)
+        now[0] += count * lasting[id(step)]
+        order.append(lasting[id(step)])
+        return lasting[id(step)]
+
+    monkeypatch.setattr(whole_model, "timed", timed)
+    found = step_seconds(captured("llama"), POINTS, TARGET, RECIPE, left=lambda: 30.0 - now[0])
+    assert list(found.values()) == [3.0, 0.3, 0.3]
+    long = [place for place, taken in enumerate(order) if taken == 3.0]
+    assert 3 <= len(long) <= 5 and 35 <= len(order) - len(long) <= 70
+    assert long[-1] > len(order) / 2 and now[0] <= 30.0
 
 
 def test_a_stall_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
