@@ -23,6 +23,7 @@ def profile(
         int, typer.Option(min=1, help="Tokens of the prompt, computed in one step.")
     ] = 512,
     context: Annotated[int, typer.Option(min=1, help="Tokens before the decode step.")] = 512,
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences that decode in a step.")] = 1,
     steps: Annotated[
         int, typer.Option(min=1, max=100, help="Steps of each phase; the table shows the one of median time.")
     ] = 3,
@@ -47,14 +48,14 @@ def profile(
     The engine is the engine of optkit serve, in the same process, with the prefix cache off. A running server records
     real steps: optkit serve --profile-dir.
 
-    Example: optkit profile artifact/ --prompt-tokens 1024 -o profile/
+    Examples: optkit profile artifact/ --prompt-tokens 1024 -o profile/; optkit profile artifact/ --sequences 8
     """
     from optkit.evaluation.profiled import profile as measure
 
     if output is not None:
         check_place(output / "profile.json")
     with console.spinner("preparing") as progress:
-        report = measure(artifact, prompt_tokens, context, steps, progress)
+        report = measure(artifact, prompt_tokens, context, steps, sequences, progress)
         files = []
         if output is not None:
             from optkit.profiling.files import write_profile

@@ -1,4 +1,4 @@
-"""A profile of an artifact in this process: a prefill and a decode through the engine, several times each.
+"""A profile of an artifact in this process: a prefill and decodes through the engine, several times each.
 
 The engine is the one that serves, with scheduler, KV cache and sampler; prompts are arbitrary tokens. Other than in
 serving, the prefix cache and speculation are off, and a prompt is one step: with chunks the steps would differ.
@@ -33,12 +33,13 @@ def profile(
     prompt_tokens: int = 512,
     context: int = 512,
     steps: int = 3,
+    sequences: int = 1,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Report:
-    """The report of a prefill of ``prompt_tokens`` and a decode after ``context`` tokens.
+    """The report of a prefill of ``prompt_tokens``, and of a decode of ``sequences`` after ``context`` tokens each.
 
     Raises:
-        UserError: not an artifact, one for a GPU, or more tokens than the model takes.
+        UserError: not an artifact, one for a GPU, more tokens than the model takes, or more sequences than the engine.
     """
     artifact = Artifact.open(directory)
     target = present_target(artifact.recipe.target, where=str(directory))
@@ -49,9 +50,10 @@ def profile(
     options = options_for(artifact, prompt_tokens)
     torch.set_num_threads(options.threads or usable_cores())
     engine = load_engine(str(directory), options)
-    check_lengths(engine, prompt_tokens, context, steps)
+    check_lengths(engine, prompt_tokens, context, answer_tokens(engine, context, steps, 1))
+    check_room(engine, context, steps, sequences)
     progress("measuring")
-    recorded = record(engine, prompt_tokens, context, steps)
+    recorded = record(engine, prompt_tokens, context, steps, sequences)
     progress("comparing with the roofs")
     return make_report(artifact.name, recorded, artifact.graph(), target)
 
@@ -64,21 +66,46 @@ def options_for(artifact: Artifact, prompt_tokens: int) -> EngineOptions:
     return engine_options(artifact.recipe, given)
 
 
-def check_lengths(engine: Engine, prompt_tokens: int, context: int, steps: int) -> None:
+def answer_tokens(engine: Engine, context: int, steps: int, sequences: int) -> int:
+    """Tokens of each answer, so that the first one still runs ``steps`` steps after the last prompt is computed."""
+    chunks = -(-context // engine.config.max_num_batched_tokens)
+    return sequences * chunks + steps
+
+
+def check_lengths(engine: Engine, prompt_tokens: int, context: int, answer: int) -> None:
     """Refuse prompts that do not fit the model's context.
 
     Raises:
         UserError: too long, or empty.
     """
     most = engine.config.max_model_len
-    for name, tokens in (("--prompt-tokens", prompt_tokens + 3), ("--context", context + steps + 3)):
+    for name, tokens in (("--prompt-tokens", prompt_tokens + 3), ("--context", context + answer + 2)):
         if tokens > most:
             fix = "give fewer, or more KV cache in the recipe"
             raise UserError(f"{tokens} tokens of prompt and answer, of up to {most}", where=name, fix=fix)
 
 
-def record(engine: Engine, prompt_tokens: int, context: int, steps: int) -> Recorded:
-    """Records of ``steps`` prefills, and of ``steps`` decode steps of a sequence.
+def check_room(engine: Engine, context: int, steps: int, sequences: int) -> None:
+    """Refuse more sequences than decode at once after ``context`` tokens each.
+
+    Raises:
+        UserError: more than the recipe has places or KV blocks for.
+    """
+    config = engine.config
+
+    def fits(count: int) -> bool:
+        tokens = context + answer_tokens(engine, context, steps, count) + 2
+        blocks = count * (-(-tokens // config.block_size) + 1) * len(config.kv_windows)
+        return tokens <= config.max_model_len and blocks <= config.num_blocks
+
+    most = max((count for count in range(1, config.max_num_seqs + 1) if fits(count)), default=1)
+    if sequences > most:
+        fix = f"give at most {most}, a shorter --context, or more in the recipe"
+        raise UserError(f"{sequences} sequences, of up to {most} at once", where="--sequences", fix=fix)
+
+
+def record(engine: Engine, prompt_tokens: int, context: int, steps: int, sequences: int = 1) -> Recorded:
+    """Records of ``steps`` prefills, and of ``steps`` decode steps of ``sequences``.
 
     Raises:
         UserError: steps out of range.
@@ -93,17 +120,21 @@ def record(engine: Engine, prompt_tokens: int, context: int, steps: int) -> Reco
     try:
         for number in range(steps):
             generate(engine, prompt_tokens, WARM_UPS + number)
-        generate(engine, context, WARM_UPS + steps, answer=steps + 1)
+        answer = answer_tokens(engine, context, steps, sequences)
+        generate(engine, context, WARM_UPS + steps, answer, sequences)
         return recording.result()
     finally:
         engine.observer = NoObserver()
         recording.close()
 
 
-def generate(engine: Engine, tokens: int, number: int, answer: int = 1) -> float:
-    """Run a prompt of ``tokens`` arbitrary tokens, other ones for each ``number``; seconds."""
+def generate(engine: Engine, tokens: int, number: int, answer: int = 1, sequences: int = 1) -> float:
+    """Run ``sequences`` prompts of ``tokens`` arbitrary tokens, other ones for each ``number``; seconds."""
     size = engine.runner.vocab_size
-    prompt = [((7 + 13 * place + 17 * number) % 1000 + 3) % size for place in range(tokens)]
+    prompts = [
+        [((7 + 13 * place + 17 * (number + 31 * each)) % 1000 + 3) % size for place in range(tokens)]
+        for each in range(sequences)
+    ]
     start = time.perf_counter()
-    engine.generate([prompt], SamplingParams(max_tokens=answer, temperature=0.0))
+    engine.generate(prompts, SamplingParams(max_tokens=answer, temperature=0.0))
     return time.perf_counter() - start

@@ -31,6 +31,19 @@ def test_profile_has_both_phases_at_the_lengths_asked_for(artifact: Path) -> Non
     assert prefill.accounted > 0.5 and prefill.rows[0].lost > 0
 
 
+def test_a_decode_of_several_sequences_has_all_of_them(artifact: Path) -> None:
+    report = profile(artifact, prompt_tokens=20, context=30, steps=3, sequences=3)
+    _, decode = report.phases
+    assert decode.label.startswith("decode of 3 sequences at ") and len(decode.all_seconds) == 3
+    assert len(decode.timeline.step.work) == 3
+
+
+def test_more_sequences_than_places_are_refused(artifact: Path) -> None:
+    with pytest.raises(UserError, match="--sequences") as refused:
+        profile(artifact, prompt_tokens=20, context=30, sequences=10_000)
+    assert "give at most" in str(refused.value.fix)
+
+
 @pytest.mark.parametrize("name", ["prompt_tokens", "context"])
 def test_lengths_beyond_the_model_are_refused(artifact: Path, name: str) -> None:
     with pytest.raises(UserError, match=f"--{name.replace('_', '-')}"):

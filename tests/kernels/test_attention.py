@@ -135,7 +135,7 @@ def cases(draw: st.DrawFn, longest: int = 150) -> Case:
     lengths = tuple(draw(st.integers(1, longest)) for _ in range(count))
     prefixes = tuple(draw(st.one_of(st.just(0), st.just(n - 1), st.integers(0, n - 1))) for n in lengths)
     group, kv_heads = draw(st.sampled_from([(1, 2), (2, 2), (3, 3), (4, 1), (7, 1), (8, 1), (30, 1)]))
-    dim = draw(st.sampled_from([5, 8, 16, 24, 40, 64, 80, 96, 128]))
+    dim = draw(st.sampled_from([5, 8, 16, 24, 40, 64, 72, 80, 96, 128]))
     v_dim = draw(st.sampled_from([dim, dim, 8, 48]))
     return Case(
         lengths,

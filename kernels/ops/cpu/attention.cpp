@@ -74,6 +74,26 @@ struct Sums {
     float *out, *m, *l;
 };
 
+// A tile of keys in a layer's cache, by the position of its first key; no item: none.
+struct Tile {
+    const Item* item = nullptr;
+    int64_t begin = 0;
+    const void* cache = nullptr;
+    bool operator==(const Tile& other) const {
+        return item == other.item && begin == other.begin && cache == other.cache;
+    }
+};
+
+// The rows of a tile that are still to be asked of memory. A head's part of a token is too short for the hardware to see
+// the pattern, and decode has too little arithmetic to wait behind; so the rows of the next tile are asked for while one is
+// packed. A core waits where too many are on their way at once.
+struct Ahead {
+    const int32_t* table = nullptr;  // of the blocks after the one at hand
+    const char *key = nullptr, *value = nullptr;
+    int64_t in_block = 0;  // tokens of the block at hand
+    int kv_head = 0, left = 0;
+};
+
 // What one thread needs for an item; see attention_tile.h for the layouts.
 struct Scratch {
     float *q, *k, *v, *scores, *zeros;
@@ -82,6 +102,9 @@ struct Scratch {
     uint8_t *weights, *halves;
     Sums part, total;
     const char *keys[kTile], *values[kTile];
+    Tile* asked;                        // the tile asked for last, whose rest is `ahead`; of the thread
+    Tile following;                     // the first tile that the thread is likely to read after the item
+    Ahead ahead;
     const uint8_t* selected = nullptr;  // the tiles to read, a byte each; null: all
 };
 
@@ -101,6 +124,7 @@ Sums sums_at(const Problem& p, float* at, int64_t rows) {
 
 Scratch scratch_of_thread(const Problem& p, int64_t rows) {
     thread_local GrowingMemory buffer;
+    thread_local Tile asked;
     const size_t depth = p.depth, width = p.width, sums = sums_size(p, rows);
     const size_t zeros = std::max({depth, width, size_t(kTile)});
     const size_t whole_blocks = (rows + kMaxTileRows - 1) / kMaxTileRows * kMaxTileRows;  // of whole lines each
@@ -119,7 +143,7 @@ Scratch scratch_of_thread(const Problem& p, int64_t rows) {
     std::memset(parts[4], 0, zeros * sizeof(float));
     return {parts[0], parts[1], parts[2], parts[3], parts[4], parts[5], parts[6], parts[7], parts[8], parts[9],
             reinterpret_cast<int32_t*>(parts[10]), reinterpret_cast<uint8_t*>(parts[11]),
-            reinterpret_cast<uint8_t*>(parts[12]), sums_at(p, parts[13], rows), sums_at(p, parts[14], rows), {}, {}, nullptr};
+            reinterpret_cast<uint8_t*>(parts[12]), sums_at(p, parts[13], rows), sums_at(p, parts[14], rows), {}, {}, &asked, {}, {}, nullptr};
 }
 
 Selection selection_of_thread(const Problem& p, int64_t tiles) {
@@ -212,24 +236,45 @@ void locate(const Problem& p, const Item& item, int64_t begin, int count, Scratc
     for (int j = count; j % kLanes; ++j) scratch.k_scale[j] = scratch.v_scale[j] = 0.0f;
 }
 
-OPTKIT_INLINE void prefetch_row(const void* pool, int64_t row, int64_t bytes) {
+OPTKIT_INLINE void prefetch_row(const char* first, int64_t bytes) {
     constexpr int64_t kLine = 64, kWord = sizeof(float);  // rows are whole words
-    const char* first = static_cast<const char*>(pool) + row * bytes;
     for (int64_t at = 0; at < bytes - kWord; at += kLine) __builtin_prefetch(first + at, 0, 2);
     __builtin_prefetch(first + bytes - kWord, 0, 2);
 }
 
-// Start loading the tile at `begin` into the second-level cache. A head's part of a token is too short for the
-// hardware to see the pattern, and decode has too little arithmetic to wait behind. All of it is inlined, since GCC
+// Makes token `at` of a block the next one of `ahead`.
+OPTKIT_INLINE void enter_block(const Problem& p, int64_t block, int64_t at, Ahead& ahead) {
+    const int64_t row = (block * p.block_size + at) * p.kv_heads + ahead.kv_head;
+    ahead.key = static_cast<const char*>(p.k_cache) + row * p.k_row;
+    ahead.value = static_cast<const char*>(p.v_cache) + row * p.v_row;
+    ahead.in_block = p.block_size - at;
+}
+
+// Starts loading the next `count` tokens of Scratch.ahead into the second-level cache. All of it is inlined, since GCC
 // takes a function that only prefetches for one without effect and drops its calls.
-OPTKIT_INLINE void prefetch(const Problem& p, const Item& item, int64_t begin) {
-    const int64_t left = item.position + item.count - begin;
-    if (left <= 0) return;
-    const int count = static_cast<int>(left < kTile ? left : kTile);
-    each_key(p, item, begin, count, [&](int, int64_t row) __attribute__((always_inline)) {
-        prefetch_row(p.k_cache, row, p.k_row);
-        if (!p.latent) prefetch_row(p.v_cache, row, p.v_row);
-    });
+OPTKIT_INLINE void fetch(const Problem& p, Scratch& scratch, int count) {
+    Ahead ahead = scratch.ahead;
+    if (count > ahead.left) count = ahead.left;
+    for (ahead.left -= count; count > 0; --count, --ahead.in_block) {
+        if (ahead.in_block == 0) enter_block(p, *ahead.table++, 0, ahead);
+        prefetch_row(ahead.key, p.k_row);
+        if (!p.latent) prefetch_row(ahead.value, p.v_row);
+        ahead.key += p.kv_heads * p.k_row;
+        ahead.value += p.kv_heads * p.v_row;
+    }
+    scratch.ahead = ahead;
+}
+
+// Makes `tile` the one that `fetch` asks for. The tokens of a branch of a tree don't follow one another: its tiles are
+// read without.
+OPTKIT_INLINE void look_ahead(const Problem& p, const Tile& tile, Scratch& scratch) {
+    *scratch.asked = tile;
+    scratch.ahead.left = 0;
+    if (!tile.item || tile.item->path) return;
+    const int64_t left = tile.item->position + tile.item->count - tile.begin, block = tile.begin / p.block_size;
+    const int32_t* table = p.tables + tile.item->sequence * p.table_width + block;
+    scratch.ahead = {table + 1, nullptr, nullptr, 0, tile.item->kv_head, static_cast<int>(left < kTile ? left : kTile)};
+    enter_block(p, *table, tile.begin % p.block_size, scratch.ahead);
 }
 
 // The depth of a node of a tree below the last known token, the first row of the sequence.
@@ -354,6 +399,15 @@ Schedule& plan(const Problem& p, int threads) {
     return schedule;
 }
 
+// The first tile that the task with this number reads; none where there is no such task.
+Tile first_tile(const Problem& p, const Schedule& s, int64_t number) {
+    if (number >= static_cast<int64_t>(s.tasks.size())) return {};
+    const Task& task = s.tasks[number];
+    const Item& item = s.items[task.item];
+    const int64_t seen = first_key(p, item.position) / kTile * kTile;
+    return {&item, task.split < 0 ? seen : std::max(task.split * kSplit, seen), p.k_cache};
+}
+
 // Runs a task. The thread that finishes the last split of an item adds up the parts, in their order: no thread waits.
 void run_task(const Problem& p, Schedule& s, const Functions& f, const Task& task, float* parts, Scratch& scratch) {
     const Item& item = s.items[task.item];
@@ -366,7 +420,10 @@ void run_task(const Problem& p, Schedule& s, const Functions& f, const Task& tas
 void run_alone(const Problem& p, Schedule& s, const Functions& f, float* parts) {
     for (int64_t t = 0; p.slots && t < p.tokens; ++t) f.write(p, t);
     Scratch scratch = scratch_of_thread(p, s.max_rows);
-    for (const Task& task : s.tasks) run_task(p, s, f, task, parts, scratch);
+    for (size_t i = 0; i < s.tasks.size(); ++i) {
+        scratch.following = first_tile(p, s, i + 1);
+        run_task(p, s, f, s.tasks[i], parts, scratch);
+    }
 }
 
 void run_together(const Problem& p, Schedule& s, const Functions& f, float* parts, int threads) {
@@ -377,7 +434,10 @@ void run_together(const Problem& p, Schedule& s, const Functions& f, float* part
     if (p.slots) parallel_for(p.tokens, even_chunk(p.tokens, threads), write_alone ? 1 : threads, write);
     parallel_for(static_cast<int64_t>(s.tasks.size()), 1, threads, [&](int64_t first, int64_t last) {
         Scratch scratch = scratch_of_thread(p, s.max_rows);
-        for (int64_t i = first; i < last; ++i) run_task(p, s, f, s.tasks[i], parts, scratch);
+        for (int64_t i = first; i < last; ++i) {
+            scratch.following = first_tile(p, s, i + threads);  // tasks take about as long, so threads take turns
+            run_task(p, s, f, s.tasks[i], parts, scratch);
+        }
     });
 }
 

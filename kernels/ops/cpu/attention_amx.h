@@ -23,7 +23,7 @@ struct OnTiles {
         std::memset(scratch.q, 0, int64_t{2} * bytes * round_up(rows, block_rows));
         for (int row = 0; row < rows; ++row) {
             // A head's part of a token is too short for the hardware to see the pattern.
-            if (row + ahead < rows) prefetch_row(query_of(p, item, row + ahead), 0, p.dim * sizeof(float));
+            if (row + ahead < rows) prefetch_row(reinterpret_cast<const char*>(query_of(p, item, row + ahead)), p.dim * sizeof(float));
             uint8_t *first = queries(p, scratch, row), *second = first + block_rows * bytes;
             const float step = OnInt8::round_query(query_of(p, item, row), p, scratch.halves, scratch.halves + p.depth_bytes,
                                                    scratch.q_sums[row]);

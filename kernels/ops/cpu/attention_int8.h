@@ -22,7 +22,7 @@ constexpr float kLogWeightSteps = 7.99435344f;
 
 // A value with a smaller scale counts as zeros, an error below 1e-17. Zeros have any scale; kScaleOfZeros is small beside
 // that of other values, whose weights take the steps, and far from underflow.
-constexpr float kSmallestScale = 0x1p-64f, kScaleOfZeros = 0x1p-24f;
+constexpr float kSmallestScale = 0x1p-64f, kBelowSmallest = 0x1.fffffep-65f, kScaleOfZeros = 0x1p-24f;
 
 // The logarithm of x > 0 to base 2, within 2e-6. Without fused multiply-adds, the same bits everywhere.
 OPTKIT_INLINE float log2_of(float x) {
@@ -212,11 +212,8 @@ struct OnInt8 {
 
     // The keys with their zero point, or signed.
     OPTKIT_TARGET static void pack(const Problem& p, int count, Scratch& scratch, bool zero_point) {
-        transpose_words(p.depth / 4, count, scratch);
-        for (int j = 0; j < count; j += kLanes) {
-            for (int w = 0; zero_point && w < p.depth / 4; ++w) flip_signs(scratch.k + w * kTile + j);
-            read_scales(j, scratch);
-        }
+        transpose_words<S>(p, p.depth / 4, count, zero_point, scratch);
+        for (int j = 0; j < count; j += kLanes) read_scales(j, scratch);
         interleave_values(p, count, scratch);
         const int words = I::value_zero ? (count + 3) / 4 * p.width : 0;
         for (int w = 0; w < words; w += kLanes) flip_signs(scratch.v + w);
@@ -284,19 +281,18 @@ struct OnInt8 {
     // The scales of keys, the logarithms and inverses of those of values, and where values are, of 16 tokens from `j` on.
     OPTKIT_TARGET OPTKIT_INLINE static void read_scales(int j, Scratch& scratch) {
         // A value that is no number becomes a score that is none: rows that may not see it don't.
-        const float* scale = scratch.v_scale + j;
-        const S::Vec key = S::load(scratch.k_scale + j), limit = S::all(__builtin_inff());
-        S::store(scratch.k_scale + j, S::where_less(S::abs(S::load(scale)), limit, key, S::all(__builtin_nanf(""))));
-        float size[kLanes];  // loops with one kind of result each, which GCC makes vectors of
-        for (int i = 0; i < kLanes; ++i) size[i] = scale[i] >= kSmallestScale ? scale[i] : kScaleOfZeros;
-        for (int i = 0; i < kLanes; ++i) scratch.v_log[j + i] = log2_of(size[i]);
-        for (int i = 0; i < kLanes; ++i) scratch.v_inverse[j + i] = 1.0f / size[i];
+        const S::Vec key = S::load(scratch.k_scale + j), scale = S::load(scratch.v_scale + j), least = S::all(kBelowSmallest);
+        S::store(scratch.k_scale + j, S::where_less(S::abs(scale), S::all(__builtin_inff()), key, S::all(__builtin_nanf(""))));
+        const S::Vec sizes = S::where_less(least, scale, scale, S::all(kScaleOfZeros));
+        S::store(scratch.v_inverse + j, S::div(S::all(1.0f), sizes));
+        float size[kLanes];
+        S::store(size, sizes);
+        for (int i = 0; i < kLanes; ++i) scratch.v_log[j + i] = log2_of(size[i]);  // GCC makes vectors of this loop
+        if (S::largest(S::where_less(least, scale, S::all(0.0f), S::all(1.0f))) == 0.0f) return;
         for (int i = 0; i < kLanes; ++i)
-            if (!(scale[i] >= kSmallestScale)) scratch.values[j + i] = reinterpret_cast<const char*>(scratch.zeros);
+            if (!(scratch.v_scale[j + i] >= kSmallestScale))
+                scratch.values[j + i] = reinterpret_cast<const char*>(scratch.zeros);
     }
-
-    // Sixteen words of bytes, signed to unsigned or back.
-    OPTKIT_TARGET OPTKIT_INLINE static void flip_signs(void* words) { I::store(words, I::flip_signs(I::load(words))); }
 
     // Scratch.v from `count` values; those of the rest of the last word are zero.
     OPTKIT_TARGET static void interleave_values(const Problem& p, int count, Scratch& scratch) {

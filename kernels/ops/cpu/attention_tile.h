@@ -70,22 +70,36 @@ OPTKIT_TARGET inline void mask_block(const Problem& p, const Block& block, float
     }
 }
 
-// Scratch.k [words][64] from `count` keys of so many words; the rest of the last vector is zero.
-OPTKIT_TARGET inline void transpose_words(int words, int count, Scratch& scratch) {
+// Sixteen words of bytes, signed to unsigned or back.
+OPTKIT_TARGET OPTKIT_INLINE void flip_signs(void* words) { I::store(words, I::flip_signs(I::load(words))); }
+
+// Scratch.k [words][64] from `count` keys of so many words, with `flip` of unsigned bytes; the rest of the last vector is
+// zero. Asks for as many tokens of the next tile. `Vectors` is S: what depends on it is compiled for one that has it.
+template <class Vectors>
+OPTKIT_TARGET inline void transpose_words(const Problem& p, int words, int count, bool flip, Scratch& scratch) {
     for (int j = 0; j < count; j += kLanes) {
         const char* rows[kLanes];
         for (int i = 0; i < kLanes; ++i)
             rows[i] = j + i < count ? scratch.keys[j + i] : reinterpret_cast<const char*>(scratch.zeros);
+        fetch(p, scratch, kLanes);
         float* to = scratch.k + j;
         int w = 0;
+        if constexpr (Vectors::transposes_lines)
+            for (; w + kLanes <= words; w += kLanes, to += kLanes * kTile) {
+                Vectors::transpose_lines(rows, to, kTile, flip ? 0x80808080u : 0u);
+                for (auto& row : rows) row += kLanes * sizeof(float);
+            }
         for (; w + 4 <= words; w += 4, to += 4 * kTile) {
             S::Vec columns[4];
             S::transpose(rows, columns);
             for (int c = 0; c < 4; ++c) S::store(to + c * kTile, columns[c]);
+            for (int c = 0; flip && c < 4; ++c) flip_signs(to + c * kTile);
             for (auto& row : rows) row += 4 * sizeof(float);
         }
-        for (; w < words; ++w, to += kTile)
+        for (; w < words; ++w, to += kTile) {
             for (int i = 0; i < kLanes; ++i, rows[i - 1] += sizeof(float)) std::memcpy(to + i, rows[i], sizeof(float));
+            if (flip) flip_signs(to);
+        }
     }
 }
 
@@ -138,14 +152,21 @@ OPTKIT_TARGET inline void pack_queries(const Problem& p, const Item& item, Scrat
     p.int8_cache ? OnInt8::pack_queries(p, item, scratch) : OnFloat::pack_queries(p, item, scratch);
 }
 
-// All rows of the item against the tile of keys that starts at `begin`.
+// All rows of the item against the tile of keys that starts at `begin`; the thread reads `next` after it. Few rows have too
+// little arithmetic to hide what they wait for memory, so they ask for the next tile.
 template <class Kind>
-OPTKIT_TARGET void attend_tile(const Problem& p, const Item& item, int64_t begin, Scratch& scratch,
+OPTKIT_TARGET void attend_tile(const Problem& p, const Item& item, int64_t begin, const Tile& next, Scratch& scratch,
                                const Sums& sums) {
     const int count = keys_of(item, begin), rows = item.count * p.group;
+    const Tile tile = {&item, begin, p.k_cache};
+    if (rows <= kRows && !(*scratch.asked == tile)) {
+        look_ahead(p, tile, scratch);
+        fetch(p, scratch, kTile);
+    }
     locate(p, item, begin, count, scratch);
-    if (rows <= kRows) prefetch(p, item, begin + kTile);
+    look_ahead(p, rows <= kRows ? next : Tile{}, scratch);
     Kind::pack_tile(p, rows, count, scratch);
+    fetch(p, scratch, kTile);  // of a longer tile
     for (int row = 0; row < rows; row += kRows) {
         const Block block = block_of(p, item, begin, count, row, kRows);
         if (block.start < block.stop) attend_block<Kind>(p, block, scratch, sums);
@@ -169,8 +190,10 @@ OPTKIT_TARGET inline int64_t attend_tiles(const Problem& p, const Item& item, in
     if (OnTiles::takes(p, item)) return OnTiles::attend_tiles(p, item, begin, stop, scratch, sums);
 #endif
     const auto attend = p.int8_cache ? attend_tile<OnInt8> : attend_tile<OnFloat>;
-    for (; begin < stop; begin += kTile)
-        if (!scratch.selected || scratch.selected[begin / kTile]) attend(p, item, begin, scratch, sums);
+    for (; begin < stop; begin += kTile) {
+        const Tile next = begin + kTile < stop ? Tile{&item, begin + kTile, p.k_cache} : scratch.following;
+        if (!scratch.selected || scratch.selected[begin / kTile]) attend(p, item, begin, next, scratch, sums);
+    }
     return begin;
 }
 
@@ -198,7 +221,6 @@ OPTKIT_TARGET inline void attend_split(const Problem& p, const Item& item, int64
     // Tiles before a tree are common to its nodes, unless what a node sees of them depends on its position.
     if (item.is_tree) stop = p.limited || p.slopes ? 0 : item.prefix / kTile * kTile;
     if (!item.is_tree && begin < seen) begin = seen / kTile * kTile;
-    if (item.count * p.group <= kRows) prefetch(p, item, begin);
     begin = attend_tiles(p, item, begin, std::min(split_stop, stop), scratch, sums);
     // Branches take the place of the item in Scratch.q, so none before the last common tile.
     if (item.is_tree && begin < split_stop) attend_branches(p, item, begin, split_stop, scratch, sums);

@@ -23,6 +23,7 @@ constexpr int kLanes = 16;
 struct Avx512 {
     using Vec = __m512;
     static constexpr int tile_rows = 6, tile_vecs = 4;  // of a register tile: 24 of 32 registers accumulate
+    static constexpr bool transposes_lines = true;
 
     OP Vec load(const float* p) { return _mm512_loadu_ps(p); }
     OP Vec load_some(const float* p, int n) {
@@ -74,6 +75,35 @@ struct Avx512 {
         out[2] = _mm512_shuffle_ps(ab1, cd1, 0x44);
         out[3] = _mm512_shuffle_ps(ab1, cd1, 0xee);
     }
+    // Sixteen words of 16 rows, XOR `flip`, transposed: word w of row r goes to to[w * stride + r].
+    OP void transpose_lines(const char* const* rows, float* to, int stride, std::uint32_t flip) {
+        __m512i a[16], b[16];
+        const __m512i signs = _mm512_set1_epi32(static_cast<int>(flip));
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; ++i) a[i] = _mm512_xor_si512(_mm512_loadu_si512(rows[i]), signs);
+#pragma GCC unroll 8
+        for (int i = 0; i < 16; i += 2) {
+            b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+            b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < 16; i += 4) {  // a[i + c]: word c of each four, of rows i to i + 3
+            a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+            a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+            a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+            a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+        }
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; ++c) {
+            const __m512i even = _mm512_shuffle_i32x4(a[c], a[c + 4], 0x88), odd = _mm512_shuffle_i32x4(a[c], a[c + 4], 0xdd);
+            const __m512i more_even = _mm512_shuffle_i32x4(a[c + 8], a[c + 12], 0x88);
+            const __m512i more_odd = _mm512_shuffle_i32x4(a[c + 8], a[c + 12], 0xdd);
+            _mm512_storeu_si512(to + c * stride, _mm512_shuffle_i32x4(even, more_even, 0x88));
+            _mm512_storeu_si512(to + (c + 4) * stride, _mm512_shuffle_i32x4(odd, more_odd, 0x88));
+            _mm512_storeu_si512(to + (c + 8) * stride, _mm512_shuffle_i32x4(even, more_even, 0xdd));
+            _mm512_storeu_si512(to + (c + 12) * stride, _mm512_shuffle_i32x4(odd, more_odd, 0xdd));
+        }
+    }
 
   private:
     OP __mmask16 mask(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
@@ -94,6 +124,7 @@ struct Avx2 {
         __m256 lo, hi;
     };
     static constexpr int tile_rows = 6, tile_vecs = 1;  // 12 of 16 registers accumulate
+    static constexpr bool transposes_lines = false;
 
     OP Vec load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
     OP Vec load_some(const float* p, int n) {
@@ -182,6 +213,7 @@ struct Portable {
         Quad q[4];
     };
     static constexpr int tile_rows = 2, tile_vecs = 1;  // 8 of 16 registers accumulate
+    static constexpr bool transposes_lines = false;
 
     OP Vec load(const float* p) {
         Vec a;
