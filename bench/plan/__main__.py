@@ -65,7 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sweep", choices=SWEEPS)
     parser.add_argument("--save-result", type=Path)
     args = parser.parse_args(argv)
-    given = dict(text.split("=", 1) for text in args.artifact)
+    given = {recipe: directory for recipe, _, directory in (text.partition("=") for text in args.artifact)}
+    if wrong := [recipe for recipe in given if recipe not in RECIPES or not given[recipe]]:
+        parser.error(f"--artifact {wrong[0]}: give RECIPE=DIR, with one of {', '.join(RECIPES)}")
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds}: give 1 or more")
     names = args.recipe or ([*given] if given else [*RECIPES])
     about = environment()
     if warning := busy(about):

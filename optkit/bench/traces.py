@@ -91,6 +91,8 @@ def read_trace(path: str, count: int | None = None) -> tuple[TraceRow, ...]:
 
 def _rows(file: TextIO, path: str) -> Iterator[TraceRow]:
     first = file.read(1)
+    if not first:
+        raise UserError("the trace is empty", where=path, fix="docs/benchmarking.md describes both formats")
     file.seek(0)
     parse, lines = (_mooncake, _json_lines(file)) if first == "{" else (_azure, _csv_lines(file, path))
     for number, values in lines:

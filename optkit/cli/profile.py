@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from optkit.profiling.report import PhaseReport, Report
 
 
+MOST_TOKENS = 1 << 20  # of a prompt: more than any model takes
+
+
 def profile(
     artifact: Annotated[Path, typer.Argument(help="Artifact directory.")],
     prompt_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of the prompt, computed in one step.")
+        int, typer.Option(min=1, max=MOST_TOKENS, help="Tokens of the prompt, computed in one step.")
     ] = 512,
     context: Annotated[int, typer.Option(min=1, help="Tokens before the decode step.")] = 512,
     sequences: Annotated[int, typer.Option(min=1, help="Sequences that decode in a step.")] = 1,

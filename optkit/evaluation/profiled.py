@@ -50,8 +50,8 @@ def profile(
     options = options_for(artifact, prompt_tokens)
     torch.set_num_threads(options.threads or usable_cores())
     engine = load_engine(str(directory), options)
-    check_lengths(engine, prompt_tokens, context, answer_tokens(engine, context, steps, 1))
-    check_room(engine, context, steps, sequences)
+    check_lengths(engine, prompt_tokens, context, steps)
+    check_places(engine, sequences)
     progress("measuring")
     recorded = record(engine, prompt_tokens, context, steps, sequences)
     progress("comparing with the roofs")
@@ -66,66 +66,69 @@ def options_for(artifact: Artifact, prompt_tokens: int) -> EngineOptions:
     return engine_options(artifact.recipe, given)
 
 
-def answer_tokens(engine: Engine, context: int, steps: int, sequences: int) -> int:
-    """Tokens of each answer, so that the first one still runs ``steps`` steps after the last prompt is computed."""
-    chunks = -(-context // engine.config.max_num_batched_tokens)
-    return sequences * chunks + steps
-
-
-def check_lengths(engine: Engine, prompt_tokens: int, context: int, answer: int) -> None:
+def check_lengths(engine: Engine, prompt_tokens: int, context: int, steps: int) -> None:
     """Refuse prompts that do not fit the model's context.
 
     Raises:
         UserError: too long, or empty.
     """
     most = engine.config.max_model_len
-    for name, tokens in (("--prompt-tokens", prompt_tokens + 3), ("--context", context + answer + 2)):
+    for name, tokens in (("--prompt-tokens", prompt_tokens + 3), ("--context", context + steps + 3)):
         if tokens > most:
             fix = "give fewer, or more KV cache in the recipe"
             raise UserError(f"{tokens} tokens of prompt and answer, of up to {most}", where=name, fix=fix)
 
 
-def check_room(engine: Engine, context: int, steps: int, sequences: int) -> None:
-    """Refuse more sequences than decode at once after ``context`` tokens each.
+def check_places(engine: Engine, sequences: int) -> None:
+    """Refuse more sequences than the recipe has places for.
 
     Raises:
-        UserError: more than the recipe has places or KV blocks for.
+        UserError: more than ``max_num_seqs``.
     """
-    config = engine.config
-
-    def fits(count: int) -> bool:
-        tokens = context + answer_tokens(engine, context, steps, count) + 2
-        blocks = count * (-(-tokens // config.block_size) + 1) * len(config.kv_windows)
-        return tokens <= config.max_model_len and blocks <= config.num_blocks
-
-    most = max((count for count in range(1, config.max_num_seqs + 1) if fits(count)), default=1)
+    most = engine.config.max_num_seqs
     if sequences > most:
-        fix = f"give at most {most}, a shorter --context, or more in the recipe"
-        raise UserError(f"{sequences} sequences, of up to {most} at once", where="--sequences", fix=fix)
+        fix = "give fewer, or more runtime.max_num_seqs in the recipe"
+        raise UserError(f"{sequences} sequences, of up to {most} in a step", where="--sequences", fix=fix)
 
 
 def record(engine: Engine, prompt_tokens: int, context: int, steps: int, sequences: int = 1) -> Recorded:
     """Records of ``steps`` prefills, and of ``steps`` decode steps of ``sequences``.
 
     Raises:
-        UserError: steps out of range.
+        UserError: steps out of range, or the sequences never decode at once.
     """
     runner = engine.runner
     if not isinstance(runner, ModelRunner):
         raise TypeError("the engine has no model in this process")
     for number in range(WARM_UPS):
         generate(engine, prompt_tokens, number, answer=3)
-    recording = Recording(runner.model, engine.config.max_num_batched_tokens, steps)  # type: ignore[arg-type]
+    most_tokens = engine.config.max_num_batched_tokens
+    recording = Recording(runner.model, most_tokens, steps, sequences)  # type: ignore[arg-type]
     engine.observer = recording
     try:
         for number in range(steps):
             generate(engine, prompt_tokens, WARM_UPS + number)
-        answer = answer_tokens(engine, context, steps, sequences)
-        generate(engine, context, WARM_UPS + steps, answer, sequences)
+        answer = steps + 1 + prefill_steps(engine, context, sequences)
+        generate(
+            engine, context, WARM_UPS + steps, min(answer, engine.config.max_model_len - context), sequences
+        )
+        if recording.is_on:
+            fix = "give fewer, a shorter --context, or more KV cache in the recipe"
+            what = f"{sequences} sequences after {context} tokens each don't decode at once for {steps} steps"
+            raise UserError(what, where="--sequences", fix=fix)
         return recording.result()
     finally:
         engine.observer = NoObserver()
         recording.close()
+
+
+def prefill_steps(engine: Engine, context: int, sequences: int) -> int:
+    """Steps, at most, in which the first of ``sequences`` decodes while prompts of ``context`` tokens are computed.
+
+    A step has room for a chunk beside the tokens of the sequences that decode, and may end with a prompt.
+    """
+    room = max(1, engine.config.max_num_batched_tokens - sequences)
+    return (sequences - 1) * -(-context // room)
 
 
 def generate(engine: Engine, tokens: int, number: int, answer: int = 1, sequences: int = 1) -> float:

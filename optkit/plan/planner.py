@@ -18,6 +18,7 @@ from optkit.checkpoint.locate import resolve
 from optkit.errors import UserError
 from optkit.graph.ir import Graph
 from optkit.graph.shapes import Point
+from optkit.machine.load import BUSY, cpu_in_use
 from optkit.passes.base import PassContext
 from optkit.passes.resolve import Alternatives, ResolvedPass, resolve_passes
 from optkit.plan import replicas, trace
@@ -135,7 +136,7 @@ def plan(request: Request, progress: Progress = lambda text: None) -> ServingPla
     from optkit.pipeline.dry_graph import capture_planned
 
     recipe = request.recipe
-    slo = objective(request.slo, request.trace) if request.slo else None
+    slo = objective(request.slo, request.trace) if request.slo is not None else None
     chosen = machine(request.target, recipe.target, request.hardware)
     arrivals = load_of(request, slo)
     passes = resolve_passes(recipe)
@@ -147,6 +148,7 @@ def plan(request: Request, progress: Progress = lambda text: None) -> ServingPla
     predict = partial(costs_of, recipe=recipe, model=lambda graph: StepModel(graph, chosen.target))
     chain = chain_of(captured, passes, context, lambda graph: predict(graph).objective)
     model = StepModel(chain.result, chosen.target)
+    busy = busy_note() if request.calibrate else ""
     steps = calibrate(
         chain.result, model, recipe, chosen.target, measure=request.calibrate, progress=progress
     )
@@ -167,7 +169,7 @@ def plan(request: Request, progress: Progress = lambda text: None) -> ServingPla
         anchors=steps.anchors,
         clients=clients_of(steps, recipe, memory, request.clients),
         replicas=replicas_of(steps, recipe, memory, arrivals, slo),
-        notes=[*source.notes, *captured.notes, *filter(None, [chosen.note, low_ceilings(steps)])],
+        notes=[*source.notes, *captured.notes, *filter(None, [chosen.note, low_ceilings(steps), busy])],
     )
 
 
@@ -250,6 +252,17 @@ def source_of(steps: Calibrated, request: Request, chosen: Machine) -> str:
         )
         return f"{steps.model.shares.source}; not calibrated: {reason}"
     return steps.model.shares.source
+
+
+def busy_note() -> str:
+    """A line about other work on a machine that is about to be measured; empty without."""
+    used = cpu_in_use() or 0.0
+    if used <= BUSY:
+        return ""
+    return (
+        f"{used:.0%} of the processors were in use before the calibration: its times are too long, and are kept; "
+        "calibrate again on a quiet machine"
+    )
 
 
 def low_ceilings(steps: Calibrated) -> str:

@@ -100,6 +100,7 @@ class Recording:
 
     Args:
         most_tokens: of a step.
+        sequences: a decode of fewer is not recorded.
 
     Attributes:
         is_on: True until all wanted steps are recorded.
@@ -111,12 +112,12 @@ class Recording:
 
     is_on = True
 
-    def __init__(self, model: Executable, most_tokens: int, steps: int = STEPS) -> None:
+    def __init__(self, model: Executable, most_tokens: int, steps: int = STEPS, sequences: int = 1) -> None:
         if not 1 <= steps <= MOST_STEPS:
             raise UserError(f"{steps} steps can't be recorded", where="steps", fix=f"1 to {MOST_STEPS} can")
         if str(model.device) != "cpu":
             raise UserError("ops are recorded on CPUs alone", where="profile")
-        self.model, self.steps, self.most_tokens = model, steps, most_tokens
+        self.model, self.steps, self.most_tokens, self.sequences = model, steps, most_tokens, sequences
         self.threads = int(native.threads())
         self.timing = Timing(self._make_recorder)
         self.plain = model.variants
@@ -154,7 +155,8 @@ class Recording:
 
     def scheduled(self, work: Sequence[Work]) -> None:
         phase = phase_of(work)
-        if not work or self.counts[phase] >= self.steps:
+        too_few = phase == DECODE and len(work) < self.sequences
+        if not work or too_few or self.counts[phase] >= self.steps:
             return
         self._phase, self._work = phase, list(work)
         self.timing.calls.clear()

@@ -56,7 +56,7 @@ def test_scale_divides_lengths_and_blocks() -> None:
         ("a,b\n1,2\n", "TIMESTAMP"),
         (AZURE + "yesterday,1,1\n", "trace:4"),
         (AZURE, "has 2 requests"),
-        ("", "TIMESTAMP"),
+        ("", "the trace is empty"),
     ],
 )
 def test_a_damaged_trace_is_one_clear_line(tmp_path: Path, text: str, message: str) -> None:

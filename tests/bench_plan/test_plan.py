@@ -89,3 +89,19 @@ def test_each_request_is_measured_from_its_arrival() -> None:
     late = measure.serve(engine, arrivals, sent=[0.0, 0.0])
     assert late[1].ttft >= 0.02
     assert measure.wave(engine, 2, 4, 3)["output_tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--artifact", "artifact/"], "--artifact artifact/: give RECIPE=DIR"),
+        (["--artifact", "other=artifact/"], "--artifact other: give RECIPE=DIR"),
+        (["--rounds", "0"], "--rounds 0: give 1 or more"),
+    ],
+)
+def test_wrong_options_are_usage_errors(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        plan.main(["smollm2-135m", *options])
+    assert ended.value.code == 2 and message in capsys.readouterr().err

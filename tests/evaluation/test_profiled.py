@@ -31,17 +31,25 @@ def test_profile_has_both_phases_at_the_lengths_asked_for(artifact: Path) -> Non
     assert prefill.accounted > 0.5 and prefill.rows[0].lost > 0
 
 
-def test_a_decode_of_several_sequences_has_all_of_them(artifact: Path) -> None:
-    report = profile(artifact, prompt_tokens=20, context=30, steps=3, sequences=3)
+@pytest.mark.parametrize("context", [30, 128, 64])
+def test_a_decode_of_several_sequences_has_all_of_them(artifact: Path, context: int) -> None:
+    """Also where prompts fill the steps of the recipe: later ones wait for room beside the first ones' decodes."""
+    report = profile(artifact, prompt_tokens=20, context=context, steps=2, sequences=4)
     _, decode = report.phases
-    assert decode.label.startswith("decode of 3 sequences at ") and len(decode.all_seconds) == 3
-    assert len(decode.timeline.step.work) == 3
+    assert decode.label.startswith("decode of 4 sequences at ") and len(decode.all_seconds) == 2
+    assert len(decode.timeline.step.work) == 4
 
 
-def test_more_sequences_than_places_are_refused(artifact: Path) -> None:
-    with pytest.raises(UserError, match="--sequences") as refused:
-        profile(artifact, prompt_tokens=20, context=30, sequences=10_000)
-    assert "give at most" in str(refused.value.fix)
+def test_a_sequence_alone_may_reach_the_limit(artifact: Path) -> None:
+    report = profile(artifact, prompt_tokens=20, context=256 - 4, steps=1)
+    assert report.phases[1].label == "decode of 1 sequence at 253 tokens"
+
+
+@pytest.mark.parametrize(("sequences", "fix"), [(10_000, "max_num_seqs"), (4, "a shorter --context")])
+def test_more_sequences_than_decode_at_once_are_refused(artifact: Path, sequences: int, fix: str) -> None:
+    with pytest.raises(UserError, match="--sequences: ") as refused:
+        profile(artifact, prompt_tokens=20, context=250, steps=3, sequences=sequences)
+    assert fix in str(refused.value.fix)
 
 
 @pytest.mark.parametrize("name", ["prompt_tokens", "context"])

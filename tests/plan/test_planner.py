@@ -82,6 +82,22 @@ def test_a_large_cpu_is_faster_than_a_small_one(config_only: Path, machine: str)
     assert "not verified" in there.machine.source
 
 
+def test_an_empty_objective_is_refused(config_only: Path) -> None:
+    with pytest.raises(UserError, match="--slo"):
+        made(config_only, slo="")
+
+
+@pytest.mark.parametrize(("used", "noted"), [(0.9, True), (0.1, False), (None, False)])
+def test_a_calibration_beside_other_work_is_noted(
+    config_only: Path, monkeypatch: pytest.MonkeyPatch, used: float | None, noted: bool
+) -> None:
+    monkeypatch.setattr(planner, "cpu_in_use", lambda: used)
+    monkeypatch.setattr(planner, "calibrate", lambda graph, model, *rest, **options: Calibrated(model))
+    notes = made(config_only, calibrate=True).notes
+    assert any("90% of the processors were in use before the calibration" in note for note in notes) is noted
+    assert not any("in use" in note for note in made(config_only).notes)
+
+
 def test_a_load_gets_its_replicas(config_only: Path, tmp_path: Path) -> None:
     few = made(config_only, slo="ttft_p95<5000ms@0.1rps").replicas
     assert few is not None and few.fewest is not None and few.fewest.replicas == 1

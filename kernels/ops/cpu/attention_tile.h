@@ -182,16 +182,16 @@ OPTKIT_TARGET inline void release(const Problem& p, const Item& item) {
 #endif
 }
 
-// All rows of the item against the tiles of keys from `begin` on, up to `stop` or the end of a split. Gives the position
-// after the last tile.
-OPTKIT_TARGET inline int64_t attend_tiles(const Problem& p, const Item& item, int64_t begin, int64_t stop, Scratch& scratch,
-                                       const Sums& sums) {
+// All rows of the item against the tiles of keys from `begin` on, up to `stop` or the end of a split; the thread reads
+// `after` then. Gives the position after the last tile.
+OPTKIT_TARGET inline int64_t attend_tiles(const Problem& p, const Item& item, int64_t begin, int64_t stop, const Tile& after,
+                                       Scratch& scratch, const Sums& sums) {
 #ifdef OPTKIT_TILES
     if (OnTiles::takes(p, item)) return OnTiles::attend_tiles(p, item, begin, stop, scratch, sums);
 #endif
     const auto attend = p.int8_cache ? attend_tile<OnInt8> : attend_tile<OnFloat>;
     for (; begin < stop; begin += kTile) {
-        const Tile next = begin + kTile < stop ? Tile{&item, begin + kTile, p.k_cache} : scratch.following;
+        const Tile next = begin + kTile < stop ? Tile{&item, begin + kTile, p.k_cache} : after;
         if (!scratch.selected || scratch.selected[begin / kTile]) attend(p, item, begin, next, scratch, sums);
     }
     return begin;
@@ -208,12 +208,12 @@ OPTKIT_TARGET inline void attend_branches(const Problem& p, const Item& item, in
         const Sums part = {sums.out + first * p.width, sums.m + first, sums.l + first};
         const int64_t seen = first_key(p, branch.position) / kTile * kTile;
         pack_queries(p, branch, scratch);
-        attend_tiles(p, branch, std::max(begin, seen), std::min(split_stop, stop), scratch, part);
+        attend_tiles(p, branch, std::max(begin, seen), std::min(split_stop, stop), {}, scratch, part);
     }
 }
 
-// The item's rows against the keys of one split, from nothing.
-OPTKIT_TARGET inline void attend_split(const Problem& p, const Item& item, int64_t split, Scratch& scratch,
+// The item's rows against the keys of one split, from nothing; the thread reads `after` then.
+OPTKIT_TARGET inline void attend_split(const Problem& p, const Item& item, int64_t split, const Tile& after, Scratch& scratch,
                                        const Sums& sums) {
     clear(p, item, sums);
     const int64_t seen = first_key(p, item.position), split_stop = (split + 1) * kSplit;
@@ -221,7 +221,7 @@ OPTKIT_TARGET inline void attend_split(const Problem& p, const Item& item, int64
     // Tiles before a tree are common to its nodes, unless what a node sees of them depends on its position.
     if (item.is_tree) stop = p.limited || p.slopes ? 0 : item.prefix / kTile * kTile;
     if (!item.is_tree && begin < seen) begin = seen / kTile * kTile;
-    begin = attend_tiles(p, item, begin, std::min(split_stop, stop), scratch, sums);
+    begin = attend_tiles(p, item, begin, std::min(split_stop, stop), item.is_tree ? Tile{} : after, scratch, sums);
     // Branches take the place of the item in Scratch.q, so none before the last common tile.
     if (item.is_tree && begin < split_stop) attend_branches(p, item, begin, split_stop, scratch, sums);
 }
@@ -289,7 +289,8 @@ OPTKIT_TARGET inline void attend_all(const Problem& p, const Item& item, Scratch
     scratch.selected = is_sparse(p, item) ? select_tiles(p, item, scratch) : nullptr;
     for (int64_t split = first_split(p, item); split <= last_split(item); ++split) {
         if (!reads_split(item, split, scratch)) continue;
-        attend_split(p, item, split, scratch, scratch.part);
+        const Tile after = split < last_split(item) ? Tile{&item, (split + 1) * kSplit, p.k_cache} : scratch.following;
+        attend_split(p, item, split, after, scratch, scratch.part);
         merge(p, item, scratch.part, scratch.total);
     }
     release(p, item);
@@ -301,7 +302,7 @@ OPTKIT_TARGET inline void attend_part(const Problem& p, const Item& item, int64_
                                       Scratch& scratch) {
     pack_queries(p, item, scratch);
     scratch.selected = nullptr;
-    attend_split(p, item, split, scratch, part);
+    attend_split(p, item, split, scratch.following, scratch, part);
     release(p, item);
 }
 
