@@ -32,7 +32,7 @@ SECONDS = 30.0  # of a calibration, at most
 PROMPTS = (512, 128, 2048, 1024)  # tokens, the most important first
 CLIENTS = (1, 8)  # sequences of a decode step, as far as the recipe has places
 CONTEXTS = (257, 1025)  # of a decode: attention takes another share of each
-FEWEST_ROUNDS = 2  # of steps of a whole model
+FEWEST_STEPS = 3  # of a whole model: its buffers are sized in the first
 START_SECONDS = 1.0  # of a measurement: building and lowering two short models
 
 
@@ -162,7 +162,7 @@ def calibrate(
     predicted = {point: model.at(point, recipe.runtime.max_num_batched_tokens) for point in points}
     times = KernelTimes(target, recipe) if measure else KnownTimes(target, recipe, keep=False)
     whole: dict[Point, float] = {}
-    if measure and can_be_whole(graph, times, sum(found.seconds for found in predicted.values()), left()):
+    if measure and can_be_whole(graph, times, predicted[points[0]].seconds, left()):
         progress(f"measuring {len(points)} steps of the whole model")
         whole = whole_model.step_seconds(graph, points, target, recipe, left=left, between=between)
         times.keep_whole(graph, whole)
@@ -179,13 +179,15 @@ def calibrate(
     return Calibrated(model, anchors)
 
 
-def can_be_whole(graph: Graph, times: KernelTimes, steps: float, seconds: float) -> bool:
-    """True where memory holds the whole model, and ``seconds`` are enough to build it and for a few rounds.
+def can_be_whole(graph: Graph, times: KernelTimes, first: float, seconds: float) -> bool:
+    """True where memory holds the whole model, and ``seconds`` are enough to build it and for its first step.
+
+    Steps for which no time is left are measured by layers, if at all.
 
     Args:
-        steps: predicted seconds of one step at each anchor.
+        first: predicted seconds of a step at the most important anchor.
     """
-    expected = whole_model.building_seconds(graph) + FEWEST_ROUNDS * steps
+    expected = whole_model.building_seconds(graph) + FEWEST_STEPS * first
     return not fused_nodes(graph) and times.fits(graph) and expected < seconds
 
 

@@ -101,6 +101,21 @@ def test_steps_of_the_whole_model_are_measured_and_kept(
     assert calibrate(graph, model, other, TARGET, measure=False).anchors == []
 
 
+def test_steps_for_which_the_whole_model_has_no_time_are_measured_by_layers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path))
+    graph, recipe = captured("llama"), load_recipe("ttft-cpu")
+    points, lines = anchor_points(graph, recipe), list[str]()
+    monkeypatch.setattr(module.whole_model, "step_seconds", lambda *given, **options: {points[0]: 1.25})
+    model = StepModel(graph, TARGET)
+    found = calibrate(graph, model, recipe, TARGET, measure=True, seconds=20, progress=lines.append)
+    assert [anchor.point for anchor in found.anchors] == points and found.anchors[0].measured == 1.25
+    assert [line for line in lines if "layers" in line] == [
+        f"measuring layers, {point.label} of {point.sequences}" for point in points[1:]
+    ]
+
+
 def test_a_large_model_is_measured_by_layers() -> None:
     graph, recipe = captured("llama"), load_recipe("ttft-cpu")
     times = KernelTimes(TARGET, recipe, keep=False)
