@@ -41,6 +41,14 @@ EMULATED __m512i _mm512_unpacklo_epi16(__m512i a, __m512i b) {
     return unpacked(a, b, 0, 2);
 }
 
+EMULATED __m512i _mm512_unpacklo_epi32(__m512i a, __m512i b) {
+    return unpacked(a, b, 0, 4);
+}
+
+EMULATED __m512i _mm512_unpacklo_epi64(__m512i a, __m512i b) {
+    return unpacked(a, b, 0, 8);
+}
+
 EMULATED __m512 _mm512_unpacklo_ps(__m512 a, __m512 b) {
     return of(unpacked(of(a).si, of(b).si, 0, 4)).ps;
 }
@@ -51,6 +59,14 @@ EMULATED __m512i _mm512_unpackhi_epi8(__m512i a, __m512i b) {
 
 EMULATED __m512i _mm512_unpackhi_epi16(__m512i a, __m512i b) {
     return unpacked(a, b, 8, 2);
+}
+
+EMULATED __m512i _mm512_unpackhi_epi32(__m512i a, __m512i b) {
+    return unpacked(a, b, 8, 4);
+}
+
+EMULATED __m512i _mm512_unpackhi_epi64(__m512i a, __m512i b) {
+    return unpacked(a, b, 8, 8);
 }
 
 EMULATED __m512 _mm512_unpackhi_ps(__m512 a, __m512 b) {
@@ -108,9 +124,13 @@ EMULATED __m512i _mm512_mask_permutexvar_epi8(__m512i other, __mmask64 mask, __m
 #define _mm512_inserti64x4 emulated::_mm512_inserti64x4
 #define _mm512_unpacklo_epi8 emulated::_mm512_unpacklo_epi8
 #define _mm512_unpacklo_epi16 emulated::_mm512_unpacklo_epi16
+#define _mm512_unpacklo_epi32 emulated::_mm512_unpacklo_epi32
+#define _mm512_unpacklo_epi64 emulated::_mm512_unpacklo_epi64
 #define _mm512_unpacklo_ps emulated::_mm512_unpacklo_ps
 #define _mm512_unpackhi_epi8 emulated::_mm512_unpackhi_epi8
 #define _mm512_unpackhi_epi16 emulated::_mm512_unpackhi_epi16
+#define _mm512_unpackhi_epi32 emulated::_mm512_unpackhi_epi32
+#define _mm512_unpackhi_epi64 emulated::_mm512_unpackhi_epi64
 #define _mm512_unpackhi_ps emulated::_mm512_unpackhi_ps
 #define _mm512_shuffle_ps emulated::_mm512_shuffle_ps
 #define _mm512_shuffle_i32x4 emulated::_mm512_shuffle_i32x4
