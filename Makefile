@@ -1,14 +1,13 @@
 # Every target installs what it needs into .venv, once; stamp files there say what is done.
 # Variables: PYTHON (the interpreter .venv is made from), MODEL, RECIPE, ARTIFACT, ARGS (more for pytest or bench),
-# WORKERS (processes that share the tests; 0: this one. Tests of servers wait a fifth of their time, so one more than cores).
+# WORKERS (processes that share the tests; 0: this one).
 
 PYTHON   ?= python3
 MODEL    ?= smollm2-135m
 RECIPE   ?= ttft-cpu
 ARTIFACT ?= artifact
 ARGS     ?=
-CORES    := $(or $(shell getconf _NPROCESSORS_ONLN 2>/dev/null),2)
-WORKERS  ?= $(shell echo $$(( $(CORES) < 4 ? $(CORES) + 1 : 5 )))
+WORKERS  ?= 2
 
 VENV    := .venv
 BIN     := $(VENV)/bin
