@@ -30,6 +30,12 @@ def cpu_in_use(seconds: float = SAMPLE_SECONDS) -> float | None:
     return (after[0] - before[0]) / (after[1] - before[1])
 
 
+def disturbance() -> float:
+    """``cpu_in_use`` of a machine that is about to be measured, where it is more than ``BUSY``; else 0."""
+    used = cpu_in_use() or 0.0
+    return used if used > BUSY else 0.0
+
+
 def _ticks() -> tuple[int, int] | None:
     """The clock ticks of all processors in use, and in total, since the start of the system."""
     try:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from optkit.errors import UserError, nearest
-from optkit.machine.load import BUSY, cpu_in_use
+from optkit.machine.load import disturbance
 from optkit.machine.paths import cache_dir, replace_text
 
 log = logging.getLogger(__name__)
@@ -208,7 +208,7 @@ def _read_cached(file: Path) -> Target | None:
 def _measured_target() -> Target:
     from optkit.machine import ceilings as measure
 
-    if (used := cpu_in_use() or 0.0) > BUSY:
+    if used := disturbance():
         log.warning(
             "%.0f%% of the processors are in use while the ceilings of this machine are measured: they will be "
             "too low; optkit doctor --refresh measures again",

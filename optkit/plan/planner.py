@@ -18,7 +18,7 @@ from optkit.checkpoint.locate import resolve
 from optkit.errors import UserError
 from optkit.graph.ir import Graph
 from optkit.graph.shapes import Point
-from optkit.machine.load import BUSY, cpu_in_use
+from optkit.machine.load import disturbance
 from optkit.passes.base import PassContext
 from optkit.passes.resolve import Alternatives, ResolvedPass, resolve_passes
 from optkit.plan import replicas, trace
@@ -148,7 +148,7 @@ def plan(request: Request, progress: Progress = lambda text: None) -> ServingPla
     predict = partial(costs_of, recipe=recipe, model=lambda graph: StepModel(graph, chosen.target))
     chain = chain_of(captured, passes, context, lambda graph: predict(graph).objective)
     model = StepModel(chain.result, chosen.target)
-    busy = busy_note() if request.calibrate else ""
+    busy = busy_note() if request.calibrate and chosen.target.source == "measured" else ""
     steps = calibrate(
         chain.result, model, recipe, chosen.target, measure=request.calibrate, progress=progress
     )
@@ -256,8 +256,7 @@ def source_of(steps: Calibrated, request: Request, chosen: Machine) -> str:
 
 def busy_note() -> str:
     """A line about other work on a machine that is about to be measured; empty without."""
-    used = cpu_in_use() or 0.0
-    if used <= BUSY:
+    if not (used := disturbance()):
         return ""
     return (
         f"{used:.0%} of the processors were in use before the calibration: its times are too long, and are kept; "

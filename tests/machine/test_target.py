@@ -11,7 +11,7 @@ import torch
 
 from optkit.artifact.open import Artifact
 from optkit.errors import UserError
-from optkit.machine import target
+from optkit.machine import load, target
 from optkit.machine.target import DATASHEETS, detect, get_target
 from optkit.pipeline.records import RunRecord
 from tests.support.sample_artifact import real_artifact
@@ -61,7 +61,7 @@ def test_ceilings_measured_beside_other_work_are_warned_of(
     used: float | None,
     warned: bool,
 ) -> None:
-    monkeypatch.setattr(target, "cpu_in_use", lambda: used)
+    monkeypatch.setattr(load, "cpu_in_use", lambda: used)
     detect()
     assert ("90% of the processors are in use" in caplog.text) is warned
     caplog.clear()

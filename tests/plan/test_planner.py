@@ -11,6 +11,7 @@ import pytest
 from optkit.errors import UserError
 from optkit.graph.ir import Graph
 from optkit.graph.shapes import Point
+from optkit.machine import load
 from optkit.machine import target as targets
 from optkit.plan import planner
 from optkit.plan.calibrate import Anchor, Calibrated
@@ -91,11 +92,13 @@ def test_an_empty_objective_is_refused(config_only: Path) -> None:
 def test_a_calibration_beside_other_work_is_noted(
     config_only: Path, monkeypatch: pytest.MonkeyPatch, used: float | None, noted: bool
 ) -> None:
-    monkeypatch.setattr(planner, "cpu_in_use", lambda: used)
+    monkeypatch.setattr(load, "cpu_in_use", lambda: used)
     monkeypatch.setattr(planner, "calibrate", lambda graph, model, *rest, **options: Calibrated(model))
     notes = made(config_only, calibrate=True).notes
     assert any("90% of the processors were in use before the calibration" in note for note in notes) is noted
     assert not any("in use" in note for note in made(config_only).notes)
+    elsewhere = made(config_only, target="graviton4", calibrate=True)
+    assert not any("in use" in note for note in elsewhere.notes), "nothing is measured for another machine"
 
 
 def test_a_load_gets_its_replicas(config_only: Path, tmp_path: Path) -> None:
