@@ -4,9 +4,16 @@ The module is a part of ``reference``, which exports every name.
 
 A pool of a layer is [blocks, block_size, Hkv, D] of a float type; or of bytes, [blocks, block_size, Hkv, D + 4], for
 int8 and E4M3 values with a float32 scale for each token and head. The layout of the bytes in a block depends on the
-device. On the CPU a row is D values and the scale, contiguous. On a GPU (``is_planar``) a block is all values,
-[block_size, Hkv, D], and then all scales, [block_size, Hkv]: rows of D + 4 bytes would break every load into pieces of
-four. A block has the same size in both layouts, and only attention looks into blocks.
+device:
+
+- *Rows*: D values and the scale, contiguous. Latent KV on a CPU, and sizes that are not whole lines.
+- *Interleaved* (``kv_rows.is_interleaved``), int8 on a CPU: a block is all values of the first head, the scales
+  [block_size] behind them, then the next head. Values of K are [D / 4, block_size, 4] and have zero point 128; those of
+  V are [block_size / 4, D, 4 tokens] and signed. So a tile of 16 keys is multiplied as it lies in memory.
+- *Planar* (``is_planar``), on a GPU: a block is all values, [block_size, Hkv, D], and then all scales,
+  [block_size, Hkv]: rows of D + 4 bytes would break every load into pieces of four.
+
+A block has the same size in all layouts, and only attention and the move of tokens look into blocks.
 
 Latent KV (multi-head latent attention, arXiv 2405.04434) has no pool of V, ``v_cache`` is None: the value of a token is
 the first Dv channels of its key, in a quantized pool with the key's scale. The v of a call, which must be these
@@ -25,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optkit.kernels.kv_rows import KV_SCALE_BYTES
+from optkit.kernels.kv_rows import KV_SCALE_BYTES, WORD, is_interleaved
 from optkit.kernels.reference_fp8 import quantize_fp8_per_token
 from optkit.kernels.reference_sparse_prefill import readable_keys
 
@@ -160,11 +167,8 @@ def paged_attention(
     for s, length in enumerate(lengths):
         rows = slice(starts[s], starts[s + 1])
         if length:
-            keys = gather_kv(k_cache, block_tables[s], length)
-            if v_cache is None:
-                values = keys[..., : v.shape[2]]
-            else:
-                values = gather_kv(v_cache, block_tables[s], length)
+            keys, values = read_kv(k_cache, v_cache, block_tables[s], length)
+            values = keys[..., : v.shape[2]] if values is None else values
             tree = None if positions is None else as_tree(positions[rows])
             dense = not sparse_cover or window > 0 or chunk > 0 or slopes is not None or tree is not None
             read = None if dense else readable_keys(q[rows], keys, scale, sparse_cover, sparse_from)
@@ -188,6 +192,10 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor | None, slot
     kept = slot_mapping >= 0
     if not bool(kept.all()):
         k, v, slot_mapping = k[: len(kept)][kept], v[: len(kept)][kept], slot_mapping[kept]
+    if interleaved(k_cache, v_cache):
+        for rows, cache, is_value in ((k, k_cache, False), (v, v_cache, True)):
+            write_interleaved(rows, cache, slot_mapping, is_value)
+        return
     for rows, cache in ((k, k_cache), (v, v_cache)):
         if cache is None:
             continue
@@ -200,14 +208,65 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor | None, slot
             cache.flatten(0, 1).index_copy_(0, slot_mapping, stored)
 
 
-def gather_kv(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
-    """The first ``length`` tokens [length, Hkv, D] of a sequence from its blocks."""
+def write_interleaved(rows: Tensor, cache: Tensor, slots: Tensor, is_value: bool) -> None:
+    """Store K or V [T, Hkv, D] in an interleaved pool at ``slots`` [T]."""
+    codes, scales = interleaved_views(cache, is_value)
+    values, stored_scales = kv_parts(quantize_kv(rows))
+    block, at = slots // cache.shape[1], slots % cache.shape[1]
+    scales[block, at] = stored_scales
+    if is_value:
+        codes[block, at // WORD, at % WORD] = values
+    else:
+        codes[block, at] = (values ^ -128).unflatten(-1, (-1, WORD))
+
+
+def read_kv(
+    k_cache: Tensor, v_cache: Tensor | None, blocks: Tensor, length: int
+) -> tuple[Tensor, Tensor | None]:
+    """K and V [length, Hkv, D] of the first ``length`` tokens of a sequence from its blocks; without a pool of V, None."""
+    if v_cache is None:
+        return gather_kv(k_cache, blocks, length), None
+    gather = gather_interleaved if interleaved(k_cache, v_cache) else gather_kv
+    return gather(k_cache, blocks, length), gather(v_cache, blocks, length, is_value=True)
+
+
+def gather_interleaved(cache: Tensor, blocks: Tensor, length: int, is_value: bool = False) -> Tensor:
+    """``gather_kv`` from an interleaved pool."""
+    used = blocks[: -(-length // cache.shape[1])].long()
+    codes, scales = (view[used] for view in interleaved_views(cache, is_value))
+    codes = codes.flatten(0, 2) if is_value else codes.flatten(-2).flatten(0, 1) ^ -128
+    return codes[:length].to(torch.float32) * scales.flatten(0, 1)[:length, :, None]
+
+
+def gather_kv(cache: Tensor, blocks: Tensor, length: int, is_value: bool = False) -> Tensor:
+    """The first ``length`` tokens [length, Hkv, D] of a sequence from its blocks, of rows or planes."""
     used = blocks[: -(-length // cache.shape[1])]
     if is_planar(cache):
         values, scales = (plane[used.long()].flatten(0, 1)[:length] for plane in kv_planes(cache))
         return values.view(KV_CODES[cache.dtype]).to(torch.float32) * scales[..., None]
     rows = cache.index_select(0, used).flatten(0, 1)[:length]
     return rows if cache.dtype not in KV_CODES else dequantize_kv(rows)
+
+
+def interleaved(k_cache: Tensor, v_cache: Tensor | None) -> bool:
+    """True for interleaved pools."""
+    if v_cache is None or k_cache.dtype is not torch.int8 or is_planar(k_cache):
+        return False
+    return is_interleaved(k_cache.shape[1], *(cache.shape[3] - KV_SCALE_BYTES for cache in (k_cache, v_cache)))
+
+
+def interleaved_views(cache: Tensor, is_value: bool) -> tuple[Tensor, Tensor]:
+    """Views of an interleaved pool: codes, and scales [blocks, block_size, Hkv].
+
+    Codes of K are [blocks, block_size, Hkv, D / 4, 4], those of V [blocks, block_size / 4, 4, Hkv, D].
+    """
+    blocks, size, heads, row = cache.shape
+    dim = row - KV_SCALE_BYTES
+    codes, scales = cache.view(blocks, heads, size * row).split([size * dim, size * KV_SCALE_BYTES], dim=2)
+    scales = scales.view(torch.float32).transpose(1, 2)
+    if is_value:
+        return codes.unflatten(2, (size // WORD, dim, WORD)).permute(0, 2, 4, 1, 3), scales
+    return codes.unflatten(2, (dim // WORD, size, WORD)).permute(0, 3, 1, 2, 4), scales
 
 
 def is_planar(cache: Tensor) -> bool:

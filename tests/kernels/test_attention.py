@@ -16,9 +16,10 @@ from optkit import kernels
 from optkit.kernels import reference
 from optkit.kernels.cpu import native, sdpa
 from optkit.kernels.cpu.attention import attention, paged_attention
-from optkit.kernels.kv_rows import KV_SCALE_BYTES
+from optkit.kernels.kv_rows import KV_SCALE_BYTES, is_interleaved
 from optkit.machine.target import DATASHEETS
 from tests.support.isas import usable_isas
+from tests.support.stored_kv import stored_rows
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
 
@@ -90,6 +91,15 @@ class World:
             + positions % self.case.block
         )
 
+    def stored(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The int8 rows of keys and of values at ``slots``; those of latent KV are the same."""
+        if self.v_cache is None:
+            rows = stored_rows(self.k_cache, slots, None)
+            return rows, rows
+        case = self.case
+        values = stored_rows(self.v_cache, slots, case.dim, is_value=True)
+        return stored_rows(self.k_cache, slots, case.v_dim), values
+
     def fill(self, s: int, stop: int) -> None:
         """Put the first ``stop`` tokens of a sequence in the cache."""
         slots = self.slots(s, 0, stop)
@@ -144,7 +154,7 @@ def cases(draw: st.DrawFn, longest: int = 150) -> Case:
         group,
         dim,
         v_dim,
-        draw(st.sampled_from([1, 4, 16, 48])),
+        draw(st.sampled_from([1, 4, 16, 32, 48])),
         draw(st.sampled_from([0, 0, 1, 5, 64, 100])),
         draw(st.sampled_from([0.0, 0.0, 2.0, 30.0])),
         draw(st.booleans()),
@@ -171,8 +181,8 @@ def weights_and_values(w: World, s: int) -> tuple[torch.Tensor, torch.Tensor, to
     """Weights [H, T, T] of rounded queries over an int8 cache, in float64; int8 values and their scales a head."""
     case, heads = w.case, torch.arange(w.case.kv_heads).repeat_interleave(w.case.group)
     slots = w.slots(s, 0, case.lengths[s])
-    caches = (w.k_cache, w.k_cache if case.latent else w.v_cache)
-    k, v = (cache.flatten(0, 1)[slots].transpose(0, 1)[heads] for cache in caches)
+    keys_and_values = w.stored(slots)
+    k, v = (rows.transpose(0, 1)[heads] for rows in keys_and_values)
     keys = reference.dequantize_kv(k).double()
     scores = rounded_queries(w.q[s]).transpose(0, 1).double() @ keys.transpose(1, 2) * case.dim**-0.5
     if case.softcap:
@@ -431,19 +441,20 @@ def test_int8_is_close_to_float(case: Case) -> None:
     chunks = [(s, 0, length) for s, length in enumerate(case.lengths)]
     expected, out = (world.call(reference.attention, chunks) for world in (floats, int8))
     assert 0 < (out - expected).norm() < 0.1 * expected.norm()
-    for pool, values in ((int8.k_cache, int8.k), (int8.v_cache, int8.v)):
-        for s, length in enumerate(case.lengths if pool is not None else ()):
-            kept = reference.dequantize_kv(pool.flatten(0, 1)[int8.slots(s, 0, length)])
-            step = values[s].abs().amax(-1, keepdim=True) / 127
-            assert ((kept - values[s]).abs() <= step * 0.5001).all()
+    for s, length in enumerate(case.lengths):
+        pairs = zip(int8.stored(int8.slots(s, 0, length)), (int8.k[s], int8.v[s]), strict=True)
+        for rows, values in itertools.islice(pairs, 1 if case.latent else 2):
+            step = values.abs().amax(-1, keepdim=True) / 127
+            assert ((reference.dequantize_kv(rows) - values).abs() <= step * 0.5001).all()
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dim", [64, 40])
-def test_unusual_rows_of_an_int8_cache(isa: str, dim: int) -> None:
+@pytest.mark.parametrize("block", [4, 32])
+def test_unusual_rows_of_an_int8_cache(isa: str, dim: int, block: int) -> None:
     """Zeros, numbers near the ends of the range, NaN: a bad token spoils what attends to it and nothing before."""
     native.set_isa(isa)
-    case = Case((40,), (0,), dim=dim, v_dim=dim, int8=True)
+    case = Case((40,), (0,), dim=dim, v_dim=dim, block=block, int8=True)
     world = World(case)
     world.k[0][3], world.v[0][3] = 0.0, 0.0
     world.v[0][4] *= 1e20
@@ -455,6 +466,24 @@ def test_unusual_rows_of_an_int8_cache(isa: str, dim: int) -> None:
     assert torch.isfinite(out[:20]).all()
     assert out[20:, : case.group].isnan().all() and torch.isfinite(out[:30, case.group :]).all()
     assert out[30:].isnan().all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dim", [64, 40])
+def test_interleaved_codes_give_the_bits_of_rows(isa: str, dim: int) -> None:
+    """Blocks of 4 tokens hold rows, and blocks of 16, 32 and 128 hold codes in the order of the products."""
+    native.set_isa(isa)
+    case = Case((300, 70, 129), (290, 0, 128), 3, 3, dim, 48, 4, int8=True)
+    chunks = [(0, 290, 300), (1, 0, 70), (2, 128, 129)]
+    outs = []
+    for block in (4, 16, 32, 128):
+        world = World(replace(case, block=block))
+        assert is_interleaved(block, dim, 48) == (block > 4)
+        for s, prefix in enumerate(case.prefixes):
+            if prefix:
+                world.call(attention, [(s, 0, prefix)])
+        outs.append(world.call(attention, chunks))
+    assert all(torch.equal(out, outs[0]) for out in outs)
 
 
 def test_an_int8_row_is_its_values_and_their_scale() -> None:

@@ -170,9 +170,11 @@ def test_a_branch_has_the_bits_of_the_branch_alone(
 @pytest.mark.parametrize(
     "options", [{"window": 20}, {"chunk": 50}, {"softcap": 5.0}, {"slopes": True}, {"sinks": True}]
 )
-@pytest.mark.parametrize("int8", [False, True])
-def test_options_count_positions_along_the_branch(isa: str, options: dict[str, Any], int8: bool) -> None:
-    step = Step((75,), (BRANCHES,), int8=int8)
+@pytest.mark.parametrize(("int8", "block"), [(False, 4), (True, 4), (True, 32)])
+def test_options_count_positions_along_the_branch(
+    isa: str, options: dict[str, Any], int8: bool, block: int
+) -> None:
+    step = Step((75,), (BRANCHES,), block, int8)
     for name in ("slopes", "sinks"):
         if name in options:
             options = {name: torch.tensor([0.1, 0.5, 0.2, 1.0])}

@@ -239,8 +239,15 @@ def test_attention_products_do_not_overflow(isa: str, sign: float) -> None:
 
 @LEVELS
 @pytest.mark.parametrize("dim", [64, 40])
-def test_attention_keeps_a_bad_token_from_those_before(isa: str, dim: int) -> None:
-    test_attention.test_unusual_rows_of_an_int8_cache(isa, dim)
+@pytest.mark.parametrize("block", [4, 32])
+def test_attention_keeps_a_bad_token_from_those_before(isa: str, dim: int, block: int) -> None:
+    test_attention.test_unusual_rows_of_an_int8_cache(isa, dim, block)
+
+
+@LEVELS
+@pytest.mark.parametrize("dim", [64, 40])
+def test_attention_has_the_same_bits_in_both_layouts(isa: str, dim: int) -> None:
+    test_attention.test_interleaved_codes_give_the_bits_of_rows(isa, dim)
 
 
 # -- the emulation, and the instructions that ship --------------------------------------------------------

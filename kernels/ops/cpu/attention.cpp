@@ -17,8 +17,9 @@
 // Block-sparse prefill (attention_sparse.h) leaves tiles out, and so the bits of a row depend on the queries of its block
 // of 64, too: a block is sparse where a call has all of it, else dense.
 //
-// An int8 cache holds rows of D int8 and their scale. Products are then of integers, which are exact: see
-// attention_int8.h. Every token is attended through the cache, those of this call too, so chunks don't show here either.
+// An int8 cache holds D codes of a byte and their scale for each token and head, in rows or in the order of the products
+// (attention_lines.h). Products are then of integers, which are exact: see attention_int8.h. Every token is attended
+// through the cache, those of this call too, so chunks don't show here either.
 #include "attention.h"
 
 #include <algorithm>
@@ -59,6 +60,7 @@ struct Problem : AttentionArgs {
     bool limited;          // not all earlier keys are seen
     bool sparse;           // blocks of queries may choose tiles
     bool latent;           // values are parts of keys: v_cache is k_cache
+    bool interleaved;      // int8 codes lie in the order of the products; see attention_lines.h
 };
 
 struct Item {
@@ -94,6 +96,13 @@ struct Ahead {
     int kv_head = 0, left = 0;
 };
 
+// Codes of a tile in the order of the products, 16 tokens a pointer. Keys: words of four bytes of a key, 16 keys side by
+// side. Values: words of one byte of four values, Dv words side by side.
+struct Lines {
+    const uint32_t* of[kTile / kLanes];
+    int64_t step;  // words from four bytes of a key to the next four, or from four values to the next four
+};
+
 // What one thread needs for an item; see attention_tile.h for the layouts.
 struct Scratch {
     float *q, *k, *v, *scores, *zeros;
@@ -101,7 +110,11 @@ struct Scratch {
     int32_t* q_sums;
     uint8_t *weights, *halves;
     Sums part, total;
-    const char *keys[kTile], *values[kTile];
+    const char *keys[kTile], *values[kTile];  // of rows; of interleaved tokens the first word
+    uint8_t lanes[kTile];                     // of interleaved tokens: the byte of the words of `values`
+    Lines key_lines, value_lines;             // these three lines are for an int8 cache
+    Lines next_keys, next_values;             // of interleaved codes: what to ask memory for meanwhile
+    bool scattered, lines_ahead;              // interleaved tokens lie anywhere: `keys` and `values` hold, no lines; `next_keys` hold
     Tile* asked;                        // the tile asked for last, whose rest is `ahead`; of the thread
     Tile following;                     // the first tile that the thread is likely to read after the item
     Ahead ahead;
@@ -143,7 +156,7 @@ Scratch scratch_of_thread(const Problem& p, int64_t rows) {
     std::memset(parts[4], 0, zeros * sizeof(float));
     return {parts[0], parts[1], parts[2], parts[3], parts[4], parts[5], parts[6], parts[7], parts[8], parts[9],
             reinterpret_cast<int32_t*>(parts[10]), reinterpret_cast<uint8_t*>(parts[11]),
-            reinterpret_cast<uint8_t*>(parts[12]), sums_at(p, parts[13], rows), sums_at(p, parts[14], rows), {}, {}, &asked, {}, {}, nullptr};
+            reinterpret_cast<uint8_t*>(parts[12]), sums_at(p, parts[13], rows), sums_at(p, parts[14], rows), {}, {}, {}, {}, {}, {}, {}, false, false, &asked, {}, {}, nullptr};
 }
 
 Selection selection_of_thread(const Problem& p, int64_t tiles) {
@@ -221,23 +234,28 @@ OPTKIT_INLINE void each_key(const Problem& p, const Item& item, int64_t begin, i
     }
 }
 
+#include "attention_lines.h"
+
 // Where the keys and values of `count` tokens from position `begin` lie, in scratch.keys and scratch.values, and the
-// scales of int8 ones; those of the rest of the last vector are zero.
+// scales of int8 ones; those of the rest of the last vector are zero. Of interleaved codes, their lines.
 void locate(const Problem& p, const Item& item, int64_t begin, int count, Scratch& scratch) {
-    each_key(p, item, begin, count, [&](int j, int64_t row) {
-        const char* key = static_cast<const char*>(p.k_cache) + row * p.k_row;
-        const char* value = static_cast<const char*>(p.v_cache) + row * p.v_row;
-        scratch.keys[j] = key;
-        scratch.values[j] = value;
-        if (!p.int8_cache) return;
-        std::memcpy(scratch.k_scale + j, key + p.dim, sizeof(float));
-        std::memcpy(scratch.v_scale + j, value + p.v_scale, sizeof(float));
-    });
+    if (p.interleaved)
+        locate_lines(p, item, begin, count, scratch);
+    else
+        each_key(p, item, begin, count, [&](int j, int64_t row) {
+            const char* key = static_cast<const char*>(p.k_cache) + row * p.k_row;
+            const char* value = static_cast<const char*>(p.v_cache) + row * p.v_row;
+            scratch.keys[j] = key;
+            scratch.values[j] = value;
+            if (!p.int8_cache) return;
+            std::memcpy(scratch.k_scale + j, key + p.dim, sizeof(float));
+            std::memcpy(scratch.v_scale + j, value + p.v_scale, sizeof(float));
+        });
     for (int j = count; j % kLanes; ++j) scratch.k_scale[j] = scratch.v_scale[j] = 0.0f;
 }
 
 OPTKIT_INLINE void prefetch_row(const char* first, int64_t bytes) {
-    constexpr int64_t kLine = 64, kWord = sizeof(float);  // rows are whole words
+    constexpr int64_t kWord = sizeof(float);  // rows are whole words
     for (int64_t at = 0; at < bytes - kWord; at += kLine) __builtin_prefetch(first + at, 0, 2);
     __builtin_prefetch(first + bytes - kWord, 0, 2);
 }
@@ -270,7 +288,9 @@ OPTKIT_INLINE void fetch(const Problem& p, Scratch& scratch, int count) {
 OPTKIT_INLINE void look_ahead(const Problem& p, const Tile& tile, Scratch& scratch) {
     *scratch.asked = tile;
     scratch.ahead.left = 0;
+    scratch.lines_ahead = tile.item && p.interleaved && !tile.item->path;
     if (!tile.item || tile.item->path) return;
+    if (p.interleaved) return look_ahead_of_lines(p, tile, scratch);
     const int64_t left = tile.item->position + tile.item->count - tile.begin, block = tile.begin / p.block_size;
     const int32_t* table = p.tables + tile.item->sequence * p.table_width + block;
     scratch.ahead = {table + 1, nullptr, nullptr, 0, tile.item->kv_head, static_cast<int>(left < kTile ? left : kTile)};
@@ -462,6 +482,7 @@ Problem problem_of(const AttentionArgs& args) {
         p.v_row = p.k_row;
         p.v_scale = args.dim;
     }
+    p.interleaved = interleaves(args);
     return p;
 }
 

@@ -44,7 +44,7 @@ struct OnTiles {
             if (scratch.selected && !scratch.selected[begin / kTile]) continue;
             tiles[count] = scratch_of_tile(p, scratch, count);
             locate(p, item, begin, keys_of(item, begin), tiles[count]);
-            OnInt8::pack(p, keys_of(item, begin), tiles[count], false);
+            OnInt8::pack_signed(p, keys_of(item, begin), tiles[count]);
             first[count++] = begin;
         }
         for (int row = 0; row < item.count * p.group; row += block_rows)

@@ -12,6 +12,7 @@
 //   Scratch.q_sums    [rows]                         what undoes the zero point of keys: times the sum of a query
 //   Scratch.k         [D / 4][64]                    words of four bytes of a key, with their zero point: a vector holds 16 keys
 //   Scratch.v         [64 / 4][Dv to 16]             words of one byte of four values, with theirs
+//   Scratch.key_lines, value_lines                   where these words lie: there, or in a cache of interleaved codes
 //   Scratch.v_log     [64]                           logarithms of the values' scales, to base 2, of a tile
 //   Scratch.v_inverse [64]                           of a tile: what a weight times its value's scale is multiplied by to give the weight
 //   Scratch.weights   [kRows][words][64 / 4]         words of four weights
@@ -55,15 +56,20 @@ OPTKIT_INLINE Word word_at(const void* p) {
     return word;
 }
 
-// acc[r][n] += the word of row r, at a + r * a_row + w * a_word, times column n of b, for all words w.
-template <Bytes bytes, int half, int R, int NV>
+// acc[r][n] += the word of row r, at a + r * a_row + w * a_word, times column b[n] + w * b_word, for all words w. With
+// AHEAD it starts loading the same columns of `next`.
+template <Bytes bytes, int half, bool AHEAD, int R, int NV>
 OPTKIT_TARGET OPTKIT_INLINE void add_dots(I::Ints (&acc)[R][NV], const uint8_t* a, int64_t a_row, int64_t a_word,
-                                          const uint32_t* b, int64_t b_word, int words) {
+                                          const uint32_t* const (&b)[NV], const uint32_t* const (&next)[NV],
+                                          int64_t b_word, int words) {
     using Kind = I::Dot<bytes, half>;
-    for (int w = 0; w < words; ++w, a += a_word, b += b_word) {
+    int64_t at = 0;
+    for (int w = 0; w < words; ++w, a += a_word, at += b_word) {
         typename Kind::Column column[NV];
 #pragma GCC unroll 8
-        for (int n = 0; n < NV; ++n) column[n] = Kind::column(b + n * kLanes);
+        for (int n = 0; n < NV; ++n) column[n] = Kind::column(b[n] + at);
+#pragma GCC unroll 8
+        for (int n = 0; AHEAD && n < NV; ++n) __builtin_prefetch(next[n] + at, 0, 2);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
             const typename Kind::Row row = Kind::row(word_at<uint32_t>(a + r * a_row));
@@ -73,30 +79,33 @@ OPTKIT_TARGET OPTKIT_INLINE void add_dots(I::Ints (&acc)[R][NV], const uint8_t* 
     }
 }
 
-// acc[r][n] = start[r] + row r times column n; a row's second words start `second` bytes after the first ones.
-template <Bytes bytes, int R, int NV>
-OPTKIT_TARGET OPTKIT_INLINE void multiply(I::Ints (&acc)[R][NV], const int32_t* start, const uint8_t* a, int64_t second,
-                                          int64_t a_row, int64_t a_word, const uint32_t* b, int64_t b_word, int words) {
-    constexpr bool halves = bytes == Bytes::keys;
+// acc[r][n] = start[r], to which products of second halves are added; first halves come before (`between_halves`).
+template <int R, int NV>
+OPTKIT_TARGET OPTKIT_INLINE void begin_sums(I::Ints (&acc)[R][NV], const int32_t* start) {
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-        for (int n = 0; n < NV; ++n) acc[r][n] = I::all(halves ? 0 : start[r]);
-    add_dots<bytes, 0>(acc, a, a_row, a_word, b, b_word, words);
-#pragma GCC unroll 8
-    for (int r = 0; halves && r < R; ++r)
-#pragma GCC unroll 8
-        for (int n = 0; n < NV; ++n) acc[r][n] = I::add(I::between_halves(acc[r][n]), I::all(start[r]));
-    if constexpr (halves || I::weight_words == 2) add_dots<bytes, 1>(acc, a + second, a_row, a_word, b, b_word, words);
+        for (int n = 0; n < NV; ++n) acc[r][n] = I::all(start ? start[r] : 0);
 }
 
-// scores[r][0..16 NV) = q[.][r] . k[.][0..16 NV), times both scales, plus `v_log`.
-template <int R, int NV>
-OPTKIT_TARGET void score_int8_tile(const uint8_t* q, const uint32_t* k, int words, const float* q_scale,
-                                   const int32_t* q_sums, const float* k_scale, const float* v_log, float* scores) {
+// scores[r][0..16 NV) = q[.][r] . k[n][.][0..16), times both scales, plus `v_log`. A query's second halves lie behind all
+// first ones.
+template <bool AHEAD, int R, int NV>
+OPTKIT_TARGET void score_int8_tile(const uint8_t* q, const uint32_t* const* k, const uint32_t* const* next, int64_t k_step, int words,
+                                   const float* q_scale, const int32_t* q_sums, const float* k_scale, const float* v_log,
+                                   float* scores) {
     constexpr int word = R * sizeof(uint32_t);
+    const uint32_t *lines[NV], *after[NV];
+#pragma GCC unroll 8
+    for (int n = 0; n < NV; ++n) lines[n] = k[n], after[n] = next[n];
     I::Ints acc[R][NV];
-    multiply<Bytes::keys>(acc, q_sums, q, words * word, sizeof(uint32_t), word, k, kTile, words);
+    begin_sums(acc, nullptr);
+    add_dots<Bytes::keys, 0, AHEAD>(acc, q, sizeof(uint32_t), word, lines, after, k_step, words);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int n = 0; n < NV; ++n) acc[r][n] = I::add(I::between_halves(acc[r][n]), I::all(q_sums[r]));
+    add_dots<Bytes::keys, 1, false>(acc, q + words * word, sizeof(uint32_t), word, lines, lines, k_step, words);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
@@ -106,41 +115,65 @@ OPTKIT_TARGET void score_int8_tile(const uint8_t* q, const uint32_t* k, int word
         }
 }
 
-template <int R, int NV = S::tile_vecs>
-OPTKIT_TARGET void score_int8_block(const uint8_t* q, const uint32_t* k, int words, const float* q_scale,
-                                    const int32_t* q_sums, const float* k_scale, const float* v_log, int vecs,
-                                    float* scores) {
+template <bool AHEAD, int R, int NV = S::tile_vecs>
+OPTKIT_TARGET void score_int8_block(const uint8_t* q, const uint32_t* const* k, const uint32_t* const* next, int64_t k_step, int words,
+                                    const float* q_scale, const int32_t* q_sums, const float* k_scale, const float* v_log,
+                                    int vecs, float* scores) {
     constexpr int N = NV * kLanes;
-    for (; vecs >= NV; vecs -= NV, k += N, k_scale += N, v_log += N, scores += N)
-        score_int8_tile<R, NV>(q, k, words, q_scale, q_sums, k_scale, v_log, scores);
-    if constexpr (NV > 1) score_int8_block<R, NV - 1>(q, k, words, q_scale, q_sums, k_scale, v_log, vecs, scores);
+    for (; vecs >= NV; vecs -= NV, k += NV, next += NV, k_scale += N, v_log += N, scores += N)
+        score_int8_tile<AHEAD, R, NV>(q, k, next, k_step, words, q_scale, q_sums, k_scale, v_log, scores);
+    if constexpr (NV > 1)
+        score_int8_block<AHEAD, R, NV - 1>(q, k, next, k_step, words, q_scale, q_sums, k_scale, v_log, vecs, scores);
 }
 
-// out[r][0..16 NV) = out[r] * rescale[r] + step[r] * sum over keys of weight[r][key] * v[key]. `sums` undoes the zero
-// point of values.
-template <int R, int NV>
+// acc[r][n] += the sum over fours of keys from `start` to `stop` of weights of row r times 16 values from `column` + 16 n on.
+template <int half, bool AHEAD, int R, int NV>
+OPTKIT_TARGET OPTKIT_INLINE void add_values(I::Ints (&acc)[R][NV], const uint8_t* weights, const Lines& v, const Lines& next,
+                                            int64_t column, int start, int stop) {
+    constexpr int fours = kLanes / 4;  // of a pointer
+    for (int four = start, count; four < stop; four += count) {
+        count = std::min(stop - four, fours - four % fours);
+        const int64_t at = four % fours * v.step + column;
+        const uint32_t *lines[NV], *after[NV];
+#pragma GCC unroll 8
+        for (int n = 0; n < NV; ++n) {
+            lines[n] = v.of[four / fours] + at + n * kLanes;
+            after[n] = next.of[four / fours] + at + n * kLanes;
+        }
+        const uint8_t* row = weights + (half * kTile + 4 * four);
+        if (count == fours)
+            add_dots<Bytes::values, half, AHEAD>(acc, row, I::weight_words * kTile, 4, lines, after, v.step, fours);
+        else
+            add_dots<Bytes::values, half, AHEAD>(acc, row, I::weight_words * kTile, 4, lines, after, v.step, count);
+    }
+}
+
+// out[r][0..16 NV) = out[r] * rescale[r] + step[r] * sum over keys of weight[r][key] * v[key][column..]. `sums` undoes the
+// zero point of values.
+template <bool AHEAD, int R, int NV>
 OPTKIT_TARGET void weigh_int8_tile(const uint8_t* weights, const float* rescale, const float* step, const int32_t* sums,
-                                   const uint32_t* v, int64_t width, int start, int stop, float* out) {
+                                   const Lines& v, const Lines& next, int64_t width, int64_t column, int start, int stop, float* out) {
     I::Ints acc[R][NV];
-    multiply<Bytes::values>(acc, sums, weights + 4 * start, kTile, I::weight_words * kTile, 4, v + start * width, width,
-                            stop - start);
+    begin_sums(acc, sums);
+    add_values<0, AHEAD>(acc, weights, v, next, column, start, stop);
+    if constexpr (I::weight_words == 2) add_values<1, false>(acc, weights, v, v, column, start, stop);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
         for (int n = 0; n < NV; ++n) {
-            float* to = out + r * width + n * kLanes;
+            float* to = out + r * width + column + n * kLanes;
             const S::Vec earlier = S::mul(S::load(to), S::all(rescale[r]));
             S::store(to, S::fma(I::floats(acc[r][n]), S::all(step[r]), earlier));
         }
 }
 
-template <int R, int NV = S::tile_vecs>
+template <bool AHEAD, int R, int NV = S::tile_vecs>
 OPTKIT_TARGET void weigh_int8_block(const uint8_t* weights, const float* rescale, const float* step, const int32_t* sums,
-                                    const uint32_t* v, int64_t width, int64_t left, int start, int stop, float* out) {
-    for (; left >= NV * kLanes; left -= NV * kLanes, v += NV * kLanes, out += NV * kLanes)
-        weigh_int8_tile<R, NV>(weights, rescale, step, sums, v, width, start, stop, out);
+                                    const Lines& v, const Lines& next, int64_t width, int64_t column, int start, int stop, float* out) {
+    for (; width - column >= NV * kLanes; column += NV * kLanes)
+        weigh_int8_tile<AHEAD, R, NV>(weights, rescale, step, sums, v, next, width, column, start, stop, out);
     if constexpr (NV > 1)
-        weigh_int8_block<R, NV - 1>(weights, rescale, step, sums, v, width, left, start, stop, out);
+        weigh_int8_block<AHEAD, R, NV - 1>(weights, rescale, step, sums, v, next, width, column, start, stop, out);
 }
 
 // -`zero` times the sum of all lanes: what undoes the zero point of a column. Of NaN it wraps around.
@@ -207,35 +240,39 @@ struct OnInt8 {
     }
 
     OPTKIT_TARGET static void pack_tile(const Problem& p, int, int count, Scratch& scratch) {
-        pack(p, count, scratch, I::key_zero);
+        constexpr bool as_they_lie = I::key_zero && !I::value_zero;  // the zero points of interleaved codes
+        if (!p.interleaved) return pack_rows(p, count, scratch, I::key_zero);
+        if (read_all_scales(p, count, scratch) || scratch.scattered || !as_they_lie)
+            pack_lines(p, count, scratch, !I::key_zero, I::value_zero);
     }
 
-    // The keys with their zero point, or signed.
-    OPTKIT_TARGET static void pack(const Problem& p, int count, Scratch& scratch, bool zero_point) {
-        transpose_words<S>(p, p.depth / 4, count, zero_point, scratch);
-        for (int j = 0; j < count; j += kLanes) read_scales(j, scratch);
-        interleave_values(p, count, scratch);
-        const int words = I::value_zero ? (count + 3) / 4 * p.width : 0;
-        for (int w = 0; w < words; w += kLanes) flip_signs(scratch.v + w);
+    // The same into Scratch.k and Scratch.v, with signed keys.
+    OPTKIT_TARGET static void pack_signed(const Problem& p, int count, Scratch& scratch) {
+        if (!p.interleaved) return pack_rows(p, count, scratch, false);
+        read_all_scales(p, count, scratch);
+        pack_lines(p, count, scratch, true, I::value_zero);
     }
 
     template <int R>
     OPTKIT_TARGET static void attend(const Problem& p, const Block& block, Scratch& scratch, const Sums& sums) {
+        scratch.lines_ahead ? attend<R, true>(p, block, scratch, sums) : attend<R, false>(p, block, scratch, sums);
+    }
+
+    template <int R, bool AHEAD>
+    OPTKIT_TARGET static void attend(const Problem& p, const Block& block, Scratch& scratch, const Sums& sums) {
         const int words = p.depth / 4;
         const auto* q = reinterpret_cast<const uint8_t*>(scratch.q) + 8 * words * block.first_row;
-        const auto* k = reinterpret_cast<const uint32_t*>(scratch.k);
-        const auto* v = reinterpret_cast<const uint32_t*>(scratch.v);
-        score_int8_block<R>(q, k, words, scratch.q_scale + block.first_row,
-                            scratch.q_sums + block.first_row, scratch.k_scale, p.softcap > 0 ? scratch.zeros : scratch.v_log,
-                            block.vecs, scratch.scores);
+        score_int8_block<AHEAD, R>(q, scratch.key_lines.of, scratch.next_keys.of, scratch.key_lines.step, words,
+                                   scratch.q_scale + block.first_row, scratch.q_sums + block.first_row, scratch.k_scale,
+                                   p.softcap > 0 ? scratch.zeros : scratch.v_log, block.vecs, scratch.scores);
         if (p.softcap > 0) soft_cap(scratch.scores, R, block.vecs, p.softcap, scratch.v_log);
         if (p.slopes) add_distances(p, block, scratch.scores);
         mask_block(p, block, scratch.scores);
         float rescale[kLanes], step[kLanes];
         int32_t zero_sums[R];
         merge_scores<R>(block, scratch, sums.m + block.first_row, sums.l + block.first_row, rescale, step, zero_sums);
-        weigh_int8_block<R>(scratch.weights, rescale, step, zero_sums, v, p.width, p.width, block.start / 4,
-                            (block.stop + 3) / 4, sums.out + block.first_row * p.width);
+        weigh_int8_block<AHEAD, R>(scratch.weights, rescale, step, zero_sums, scratch.value_lines, scratch.next_values,
+                                   p.width, 0, block.start / 4, (block.stop + 3) / 4, sums.out + block.first_row * p.width);
     }
 
     // Halves of x [D] in steps of its largest number, and what undoes the zero point of keys; gives what a step is worth.
@@ -278,8 +315,83 @@ struct OnInt8 {
     }
 
   private:
-    // The scales of keys, the logarithms and inverses of those of values, and where values are, of 16 tokens from `j` on.
-    OPTKIT_TARGET OPTKIT_INLINE static void read_scales(int j, Scratch& scratch) {
+    // Rows of keys, with their zero point or signed, and of values.
+    OPTKIT_TARGET static void pack_rows(const Problem& p, int count, Scratch& scratch, bool zero_point) {
+        transpose_words<S>(p, p.depth / 4, count, zero_point, scratch);
+        for (int j = 0; j < count; j += kLanes)
+            if (read_scales(j, scratch))
+                for (int i = j; i < j + kLanes; ++i)
+                    if (!(scratch.v_scale[i] >= kSmallestScale)) scratch.values[i] = reinterpret_cast<const char*>(scratch.zeros);
+        interleave_values(p, count, scratch);
+        const int words = I::value_zero ? (count + 3) / 4 * p.width : 0;
+        for (int w = 0; w < words; w += kLanes) flip_signs(scratch.v + w);
+        read_scratch(p, scratch);
+    }
+
+    // Interleaved codes copied, with other zero points of keys and values where wanted.
+    OPTKIT_TARGET static void pack_lines(const Problem& p, int count, Scratch& scratch, bool flip_keys, bool flip_values) {
+        auto *k = reinterpret_cast<uint32_t*>(scratch.k), *v = reinterpret_cast<uint32_t*>(scratch.v);
+        if (scratch.scattered)
+            gather(p, count, scratch, k, v);
+        else
+            for (int j = 0; j < count; j += kLanes) copy_line(p, j, scratch, k + j, v + j / 4 * p.width);
+        for (int j = 0; j < count; ++j)
+            if (scratch.v_scale[j] > 0.0f && scratch.v_scale[j] < kSmallestScale) {
+                const uint32_t others = ~(255u << j % 4 * 8);
+                for (int d = 0; d < p.width; ++d) v[j / 4 * p.width + d] &= others;
+            }
+        for (int w = 0; flip_keys && w < p.depth / 4; ++w)
+            for (int j = 0; j < count; j += kLanes) flip_signs(k + w * kTile + j);
+        const int words = flip_values ? (count + 3) / 4 * p.width : 0;
+        for (int w = 0; w < words; w += kLanes) flip_signs(v + w);
+        read_scratch(p, scratch);
+    }
+
+    // Sixteen tokens of the tile from `j` on.
+    OPTKIT_TARGET static void copy_line(const Problem& p, int j, const Scratch& scratch, uint32_t* k, uint32_t* v) {
+        const uint32_t *keys = scratch.key_lines.of[j / kLanes], *values = scratch.value_lines.of[j / kLanes];
+        for (int w = 0; w < p.depth / 4; ++w) I::store(k + w * kTile, I::load(keys + w * scratch.key_lines.step));
+        for (int four = 0; four < kLanes / 4; ++four, v += p.width, values += scratch.value_lines.step)
+            for (int d = 0; d < p.width; d += kLanes) I::store(v + d, I::load(values + d));
+    }
+
+    // `count` tokens that lie anywhere; those of the rest of the last vector are zero.
+    OPTKIT_TARGET static void gather(const Problem& p, int count, const Scratch& scratch, uint32_t* k, uint32_t* v) {
+        for (int j = count / kLanes * kLanes; j < count; j += kLanes)
+            for (int w = 0; w < p.depth / 4; ++w) I::store(k + w * kTile + j, I::all(0));
+        std::memset(v, 0, (count + 3) / 4 * p.width * sizeof *v);
+        for (int j = 0; j < count; ++j) {
+            for (int w = 0; w < p.depth / 4; ++w)
+                k[w * kTile + j] = word_at<uint32_t>(scratch.keys[j] + w * p.block_size * 4);
+            const int from = scratch.lanes[j] * 8, to = j % 4 * 8;
+            uint32_t* four = v + j / 4 * p.width;
+            for (int d = 0; d < p.v_dim; ++d) four[d] |= (word_at<uint32_t>(scratch.values[j] + 4 * d) >> from & 255u) << to;
+        }
+    }
+
+    // What is multiplied lies in Scratch.k and Scratch.v.
+    OPTKIT_TARGET OPTKIT_INLINE static void read_scratch(const Problem& p, Scratch& scratch) {
+        for (int n = 0; n < kTileVecs; ++n) {
+            scratch.key_lines.of[n] = reinterpret_cast<const uint32_t*>(scratch.k) + n * kLanes;
+            scratch.value_lines.of[n] = reinterpret_cast<const uint32_t*>(scratch.v) + n * kLanes / 4 * p.width;
+        }
+        scratch.key_lines.step = kTile;
+        scratch.value_lines.step = p.width;
+    }
+
+    // True where a value of interleaved codes counts as zeros and isn't.
+    OPTKIT_TARGET static bool read_all_scales(const Problem&, int count, Scratch& scratch) {
+        bool found = false;
+        for (int j = 0; j < count; j += kLanes)
+            if (read_scales(j, scratch))
+                for (int i = j; i < j + kLanes; ++i)
+                    found |= scratch.v_scale[i] > 0.0f && scratch.v_scale[i] < kSmallestScale;
+        return found;
+    }
+
+    // The scales of keys, and the logarithms and inverses of those of values, of 16 tokens from `j` on. True where a value
+    // counts as zeros.
+    OPTKIT_TARGET OPTKIT_INLINE static bool read_scales(int j, Scratch& scratch) {
         // A value that is no number becomes a score that is none: rows that may not see it don't.
         const S::Vec key = S::load(scratch.k_scale + j), scale = S::load(scratch.v_scale + j), least = S::all(kBelowSmallest);
         S::store(scratch.k_scale + j, S::where_less(S::abs(scale), S::all(__builtin_inff()), key, S::all(__builtin_nanf(""))));
@@ -288,10 +400,7 @@ struct OnInt8 {
         float size[kLanes];
         S::store(size, sizes);
         for (int i = 0; i < kLanes; ++i) scratch.v_log[j + i] = log2_of(size[i]);  // GCC makes vectors of this loop
-        if (S::largest(S::where_less(least, scale, S::all(0.0f), S::all(1.0f))) == 0.0f) return;
-        for (int i = 0; i < kLanes; ++i)
-            if (!(scratch.v_scale[j + i] >= kSmallestScale))
-                scratch.values[j + i] = reinterpret_cast<const char*>(scratch.zeros);
+        return S::largest(S::where_less(least, scale, S::all(0.0f), S::all(1.0f))) != 0.0f;
     }
 
     // Scratch.v from `count` values; those of the rest of the last word are zero.

@@ -314,6 +314,19 @@ OPTKIT_TARGET inline void merge_parts(const Problem& p, const Item& item, float*
     finish(p, item, scratch.total);
 }
 
+// One head's key or value of a new token, rounded, into the interleaved codes of a block; signed codes are those of values.
+OPTKIT_TARGET inline void write_codes(const float* from, int dim, char* word, int64_t step, bool is_value, char* scale_at) {
+    thread_local GrowingMemory buffer;
+    uint8_t* codes = buffer.at_least<uint8_t>(dim);
+    float scale;
+    quantize_group(from, dim, codes, &scale);
+    std::memcpy(scale_at, &scale, sizeof scale);
+    if (is_value)
+        for (int d = 0; d < dim; ++d) word[d * step] = static_cast<char>(codes[d] ^ 0x80);  // from zero point 128 to 0
+    else
+        for (int d = 0; d < dim; d += 4) std::memcpy(word + d * step, codes + d, 4);
+}
+
 // One head of a new token into its row of the pool.
 OPTKIT_TARGET inline void write_row(const Problem& p, const float* from, int dim, char* to) {
     if (!p.int8_cache) {
@@ -326,8 +339,21 @@ OPTKIT_TARGET inline void write_row(const Problem& p, const float* from, int dim
     std::memcpy(to + dim, &scale, sizeof scale);
 }
 
+// K and V of a new token into its slot of interleaved codes.
+OPTKIT_TARGET inline void write_lines(const Problem& p, int64_t token) {
+    const int64_t block = p.slots[token] / p.block_size, at = p.slots[token] % p.block_size;
+    for (int h = 0; h < p.kv_heads; ++h) {
+        char *keys = key_codes(p, block, h), *values = value_codes(p, block, h);
+        write_codes(p.k + token * p.k_token + h * p.k_head, p.dim, key_word(keys, at), p.block_size, false,
+                    scale_of(p, keys, p.dim, at));
+        write_codes(p.v + token * p.v_token + h * p.v_head, p.v_dim, value_word(p, values, at) + at % 4, 4, true,
+                    scale_of(p, values, p.v_dim, at));
+    }
+}
+
 // K and V of a new token into its slot.
 OPTKIT_TARGET inline void write_kv(const Problem& p, int64_t token) {
+    if (p.interleaved) return write_lines(p, token);
     const int64_t slot = p.slots[token] * p.kv_heads;
     char *k_cache = static_cast<char*>(p.k_cache), *v_cache = static_cast<char*>(p.v_cache);
     for (int h = 0; h < p.kv_heads; ++h) {

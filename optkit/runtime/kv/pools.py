@@ -25,6 +25,7 @@ from optkit.graph.states import (
     sequence_bytes,
     token_bytes,
 )
+from optkit.kernels.kv_rows import WORD, is_interleaved
 from optkit.runtime.draft_tree import Move
 from optkit.runtime.info import MemoryPlan
 from optkit.runtime.kv.windows import held_blocks
@@ -97,7 +98,7 @@ class HostPools:
         sizes = (num_blocks, block_size, num_slots)
         self.buffers, self.kv, self.states = allocated(layout, states, *sizes, host_zeros)
         self._block_rows = [buffer for slot in self.buffers for buffer in slot]  # of blocks
-        self._token_rows = [rows.reshape(len(rows) * block_size, -1) for rows in self._block_rows]
+        self._tokens = [part for spec in kv_of(states) for part in token_views(spec, self.kv)]
 
     def bind(self, model: Any) -> Step:
         """The step of ``model`` on these pools; a model of torch gets tensors over the same memory."""
@@ -119,13 +120,14 @@ class HostPools:
         """Copy KV of tokens within their sequences. For models with one group of layers."""
         size = self.block_size
         for move in moves:
-            pairs = [
-                (move.table[at // size] * size + at % size for at in places)
-                for places in (move.sources, move.targets)
-            ]
-            for source, target in zip(*pairs, strict=True):
-                for rows in self._token_rows:
-                    rows[target] = rows[source]
+            for source, target in zip(move.sources, move.targets, strict=True):
+                a, b = move.table[source // size], move.table[target // size]
+                a_four, a_at, b_four, b_at = *divmod(source % size, WORD), *divmod(target % size, WORD)
+                for rows, fours in self._tokens:
+                    if fours:
+                        rows[b, b_four, b_at] = rows[a, a_four, a_at]
+                    else:
+                        rows[b, target % size] = rows[a, source % size]
 
     def copy_block(self, copy: BlockCopy) -> None:
         """Copy the KV of a block in all layers."""
@@ -142,6 +144,29 @@ class HostPools:
         for each in self._block_rows:
             each[block] = data[start : start + each.shape[1]]
             start += each.shape[1]
+
+
+def token_views(spec: KVSpec, pools: Mapping[str, np.ndarray]) -> list[tuple[np.ndarray, bool]]:
+    """Views of a layer's pools on the host in which the bytes of a token have one index of its block and itself.
+
+    Arrays are [blocks, block_size, ...], or, marked by True, [blocks, block_size / 4, 4, ...].
+    """
+    found = [pools[name] for name in spec.inputs]
+    size = found[0].shape[1]
+    if spec.latent or spec.dtype != "int8" or not is_interleaved(size, *spec.row_dims):
+        return [(pool, False) for pool in found]
+    views = []
+    for pool, dim, is_value in zip(found, spec.row_dims, (False, True), strict=True):
+        heads = pool.reshape(len(pool), spec.num_kv_heads, -1)
+        codes, scales = heads[..., : size * dim], heads[..., size * dim :].view(np.float32)
+        views.append((scales.transpose(0, 2, 1), False))
+        if is_value:
+            fours = codes.reshape(*codes.shape[:2], size // WORD, dim, WORD)
+            views.append((fours.transpose(0, 2, 4, 1, 3), True))
+        else:
+            words = codes.view(np.uint32).reshape(*codes.shape[:2], dim // WORD, size)
+            views.append((words.transpose(0, 3, 1, 2), False))
+    return views
 
 
 def allocated(

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from optkit.graph.kv_layout import one_group
 from optkit.graph.states import KVSpec, RecurrentSpec
-from optkit.runtime.kv.pools import allocate, dtype_label, memory_plan
+from optkit.kernels import reference
+from optkit.runtime.draft_tree import Move
+from optkit.runtime.kv.pools import HostPools, allocate, dtype_label, memory_plan
+
+SPECS = [
+    KVSpec(0, 2, 8, 16),
+    KVSpec(0, 2, 8, 16, "int8"),
+    KVSpec(0, 3, 64, 32, "int8"),
+    KVSpec(0, 2, 6, 16, "int8"),
+    KVSpec(0, 1, 24, 16, "int8", latent=True),
+]
 
 
 def test_pools_have_the_shapes_of_their_specs() -> None:
@@ -43,3 +54,27 @@ def test_memory_arithmetic_agrees_with_the_allocation() -> None:
     assert layout.blocks_in(total - 1, 16) == 4
     plan = memory_plan(5, 16, total, sequence_length=33, dtype="float32 and int8")
     assert (plan.num_tokens, plan.num_sequences, plan.num_bytes) == (80, 1, total)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.dtype}-{spec.row_dims}")
+@pytest.mark.parametrize("block_size", [4, 32])
+def test_a_moved_token_is_read_at_its_new_place(spec: KVSpec, block_size: int) -> None:
+    pools = HostPools(one_group([spec]), [spec], 4, block_size)
+    caches = [torch.from_numpy(pools.kv[name]) for name in spec.inputs]
+    k_cache, v_cache = (*caches, None)[:2]
+    count = 4 * block_size
+    generator = torch.Generator().manual_seed(0)
+    k = torch.randn(count, spec.num_kv_heads, spec.head_dim, generator=generator)
+    v = torch.randn(count, spec.num_kv_heads, spec.v_head_dim, generator=generator)
+    table = [2, 0, 3, 1]
+    slots = torch.tensor([table[at // block_size] * block_size + at % block_size for at in range(count)])
+    reference.write_kv(k, v, k_cache, v_cache, slots)
+    sources, targets = (5, 6, 11, count - 1), (2, 3, 5, 6)  # a source may be the target of an earlier token
+    pools.move_tokens([Move(table, sources, targets)])
+    expected = list(range(count))
+    for source, target in zip(sources, targets, strict=True):
+        expected[target] = expected[source]
+    twin = HostPools(one_group([spec]), [spec], 4, block_size)
+    twins = [torch.from_numpy(twin.kv[name]) for name in spec.inputs]
+    reference.write_kv(k[expected], v[expected], *(*twins, None)[:2], slots)
+    assert all(torch.equal(a, b) for a, b in zip(caches, twins, strict=True))
