@@ -1,4 +1,4 @@
-"""The layout of the bytes of KV pools: rows of a token's head, or codes in the order in which the CPU multiplies them."""
+"""The layouts of the bytes of KV pools of codes: sizes, and which pools of a CPU are interleaved."""
 
 from __future__ import annotations
 

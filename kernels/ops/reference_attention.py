@@ -223,7 +223,7 @@ def write_interleaved(rows: Tensor, cache: Tensor, slots: Tensor, is_value: bool
 def read_kv(
     k_cache: Tensor, v_cache: Tensor | None, blocks: Tensor, length: int
 ) -> tuple[Tensor, Tensor | None]:
-    """K and V [length, Hkv, D] of the first ``length`` tokens of a sequence from its blocks; without a pool of V, None."""
+    """K and V [length, Hkv, D] of the first ``length`` tokens of a sequence from its blocks; no V of latent KV."""
     if v_cache is None:
         return gather_kv(k_cache, blocks, length), None
     gather = gather_interleaved if interleaved(k_cache, v_cache) else gather_kv
@@ -252,7 +252,9 @@ def interleaved(k_cache: Tensor, v_cache: Tensor | None) -> bool:
     """True for interleaved pools."""
     if v_cache is None or k_cache.dtype is not torch.int8 or is_planar(k_cache):
         return False
-    return is_interleaved(k_cache.shape[1], *(cache.shape[3] - KV_SCALE_BYTES for cache in (k_cache, v_cache)))
+    return is_interleaved(
+        k_cache.shape[1], *(cache.shape[3] - KV_SCALE_BYTES for cache in (k_cache, v_cache))
+    )
 
 
 def interleaved_views(cache: Tensor, is_value: bool) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ def stored_rows(cache: Tensor, slots: Tensor, others: int | None, is_value: bool
 
     ``others`` is the head size of the other pool; None for latent KV.
     """
-    blocks, size, heads, row = cache.shape
+    _, size, heads, row = cache.shape
     dim = row - KV_SCALE_BYTES
     if others is None or not is_interleaved(size, *((others, dim) if is_value else (dim, others))):
         return cache.flatten(0, 1)[slots]

@@ -10,7 +10,7 @@ namespace optkit {
 // say, in floats, with the D of a head contiguous; everything else is contiguous.
 struct AttentionArgs {
     const float *q, *k, *v;                             // [T, H, D], [T, Hkv, D], [T, Hkv, Dv]
-    void *k_cache, *v_cache;                            // [blocks, block_size, Hkv, D or Dv] float32, or int8 rows;
+    void *k_cache, *v_cache;                            // [blocks, block_size, Hkv, D or Dv] float32, or int8 codes;
                                                         // v and v_cache null: values are the first Dv of keys in k_cache
     const float *sinks, *slopes;                        // [H] or null
     float* out;                                         // [T, H, Dv]
@@ -23,7 +23,8 @@ struct AttentionArgs {
     float scale, softcap;                               // softcap 0: none
     float sparse_cover;                                 // 0: dense; see attention_sparse.h
     int64_t sparse_from;                                // position of the first block of queries that may be sparse
-    bool int8_cache;                                    // rows of D int8 and their float32 scale: D + 4 bytes
+    bool int8_cache;                                    // D + 4 bytes for D codes and their float32 scale, in rows or
+                                                        // interleaved (attention_lines.h)
     const int64_t* positions;                           // [T] for trees of guesses; null: rows follow one another
 };
 

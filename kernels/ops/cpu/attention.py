@@ -3,8 +3,9 @@ sinks and slopes in a call.
 
 Nothing is gathered and no mask is built: the kernel follows the block tables. An output row has the same bits in any
 batch, with any cut of the prompt into chunks and any number of threads: tiles of 64 and splits of 256 keys lie at fixed
-absolute positions and are added in order, in prefill and decode alike. The price: decode transposes the keys like
-prefill, although dot products along D would suit a few rows better.
+absolute positions and are added in order, in prefill and decode alike. The price: decode transposes float32 keys like
+prefill, although dot products along D would suit a few rows better. An int8 cache holds them transposed
+(``reference_attention``, *interleaved*).
 
 AVX-512 and AVX2 give the same bits too; the portable variant, without fused multiply-add, differs by rounding.
 

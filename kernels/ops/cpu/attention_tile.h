@@ -153,7 +153,8 @@ OPTKIT_TARGET inline void pack_queries(const Problem& p, const Item& item, Scrat
 }
 
 // All rows of the item against the tile of keys that starts at `begin`; the thread reads `next` after it. Few rows have too
-// little arithmetic to hide what they wait for memory, so they ask for the next tile.
+// little arithmetic to hide what they wait for memory, so they ask for the next tile; of interleaved codes the first block
+// of rows does.
 template <class Kind>
 OPTKIT_TARGET void attend_tile(const Problem& p, const Item& item, int64_t begin, const Tile& next, Scratch& scratch,
                                const Sums& sums) {
@@ -164,12 +165,13 @@ OPTKIT_TARGET void attend_tile(const Problem& p, const Item& item, int64_t begin
         fetch(p, scratch, kTile);
     }
     locate(p, item, begin, count, scratch);
-    look_ahead(p, rows <= kRows ? next : Tile{}, scratch);
+    look_ahead(p, rows <= kRows || p.interleaved ? next : Tile{}, scratch);
     Kind::pack_tile(p, rows, count, scratch);
     fetch(p, scratch, kTile);  // of a longer tile
     for (int row = 0; row < rows; row += kRows) {
         const Block block = block_of(p, item, begin, count, row, kRows);
         if (block.start < block.stop) attend_block<Kind>(p, block, scratch, sums);
+        scratch.lines_ahead = false;
     }
 }
 

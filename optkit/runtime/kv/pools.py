@@ -1,9 +1,10 @@
 """KV cache: the memory of the pools, and the number of blocks in a size.
 
 Each attention layer has two pools, K [blocks, block_size, Hkv, D] and V [blocks, block_size, Hkv, Dv], of the dtype
-of its spec (an int8 row is four bytes longer, for the scale). All layers of a group share the block numbers, and groups
-share the memory (``optkit.graph.kv_layout``). Pools are allocated once, at start: the largest cost after the weights is
-known before the first request, and nothing grows while serving.
+of its spec (an int8 token takes four bytes more, for the scale; ``reference_attention`` has the layout of the bytes).
+All layers of a group share the block numbers, and groups share the memory (``optkit.graph.kv_layout``). Pools are
+allocated once, at start: the largest cost after the weights is known before the first request, and nothing grows while
+serving.
 """
 
 from __future__ import annotations
