@@ -192,7 +192,7 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor | None, slot
     kept = slot_mapping >= 0
     if not bool(kept.all()):
         k, v, slot_mapping = k[: len(kept)][kept], v[: len(kept)][kept], slot_mapping[kept]
-    if interleaved(k_cache, v_cache):
+    if v_cache is not None and interleaved(k_cache, v_cache):
         for rows, cache, is_value in ((k, k_cache, False), (v, v_cache, True)):
             write_interleaved(rows, cache, slot_mapping, is_value)
         return
@@ -248,9 +248,9 @@ def gather_kv(cache: Tensor, blocks: Tensor, length: int, is_value: bool = False
     return rows if cache.dtype not in KV_CODES else dequantize_kv(rows)
 
 
-def interleaved(k_cache: Tensor, v_cache: Tensor | None) -> bool:
+def interleaved(k_cache: Tensor, v_cache: Tensor) -> bool:
     """True for interleaved pools."""
-    if v_cache is None or k_cache.dtype is not torch.int8 or is_planar(k_cache):
+    if k_cache.dtype is not torch.int8 or is_planar(k_cache):
         return False
     return is_interleaved(
         k_cache.shape[1], *(cache.shape[3] - KV_SCALE_BYTES for cache in (k_cache, v_cache))

@@ -156,7 +156,7 @@ def token_views(spec: KVSpec, pools: Mapping[str, np.ndarray]) -> list[tuple[np.
     size = found[0].shape[1]
     if spec.latent or spec.dtype != "int8" or not is_interleaved(size, *spec.row_dims):
         return [(pool, False) for pool in found]
-    views = []
+    views: list[tuple[np.ndarray, bool]] = []
     for pool, dim, is_value in zip(found, spec.row_dims, (False, True), strict=True):
         heads = pool.reshape(len(pool), spec.num_kv_heads, -1)
         codes, scales = heads[..., : size * dim], heads[..., size * dim :].view(np.float32)
