@@ -193,8 +193,8 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor | None, slot
     if not bool(kept.all()):
         k, v, slot_mapping = k[: len(kept)][kept], v[: len(kept)][kept], slot_mapping[kept]
     if v_cache is not None and interleaved(k_cache, v_cache):
-        for rows, cache, is_value in ((k, k_cache, False), (v, v_cache, True)):
-            write_interleaved(rows, cache, slot_mapping, is_value)
+        write_interleaved(k, k_cache, slot_mapping, is_value=False)
+        write_interleaved(v, v_cache, slot_mapping, is_value=True)
         return
     for rows, cache in ((k, k_cache), (v, v_cache)):
         if cache is None:
