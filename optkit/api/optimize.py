@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from optkit.api.guard import guarded
 from optkit.api.progress import ProgressCallback, lines_to, warn
 from optkit.errors import UserError
-from optkit.evaluation.limits import FINAL_TOKENS, LEAST_FINAL_TOKENS
+from optkit.evaluation.limits import LEAST_FINAL_TOKENS
 
 if TYPE_CHECKING:
     from optkit.api.llm import LLM
@@ -100,7 +100,7 @@ def optimize(
     overrides: Sequence[str] | Mapping[str, Any] = (),
     adapters: Sequence[str | os.PathLike[str]] = (),
     force: bool = False,
-    quality_tokens: int = FINAL_TOKENS,
+    quality_tokens: int | None = None,
     progress: ProgressCallback | None = None,
 ) -> OptimizeResult:
     """Compile ``model`` by ``recipe``, measure every step, and write an artifact.
@@ -115,7 +115,8 @@ def optimize(
         overrides: of recipe values: ``{"runtime.max_num_seqs": 4}``, or ``["runtime.max_num_seqs=4"]``.
         adapters: directories of LoRA adapters (PEFT) to merge into the model.
         force: replace an existing artifact in ``out``.
-        quality_tokens: held-out tokens for the quality of the whole result.
+        quality_tokens: held-out tokens for the quality of the whole result, all of them; by default up to 20,480, and
+            fewer once the quality is certain to meet or to miss the recipe's bounds.
         progress: called with a ``ProgressEvent`` for each step; an exception in the callback ends the run.
 
     Raises:
@@ -124,7 +125,7 @@ def optimize(
     """
     from optkit.pipeline import driver
 
-    if quality_tokens < LEAST_FINAL_TOKENS:
+    if quality_tokens is not None and quality_tokens < LEAST_FINAL_TOKENS:
         raise UserError(f"at least {LEAST_FINAL_TOKENS}, not {quality_tokens}", where="quality_tokens")
     loaded = with_overrides(recipe, overrides)
     path = Path(out) if out is not None else Path(f"{loaded.name}-artifact")

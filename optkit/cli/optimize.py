@@ -57,8 +57,13 @@ def optimize(
         ),
     ] = False,
     quality_tokens: Annotated[
-        int, typer.Option(help="Held-out tokens for the quality of the whole result.", min=LEAST_FINAL_TOKENS)
-    ] = FINAL_TOKENS,
+        int | None,
+        typer.Option(
+            help="Held-out tokens for the quality of the whole result, all of them. "
+            f"Default: up to {FINAL_TOKENS}, fewer once a bound is certain to be met or missed.",
+            min=LEAST_FINAL_TOKENS,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of text.")] = False,
 ) -> None:
     """Compile a model by a recipe, measure every step, and write an artifact.

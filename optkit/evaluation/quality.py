@@ -213,13 +213,32 @@ def compare_many(
         FloatingPointError: a side produced NaN logits, which no bound on a metric could catch.
         ValueError: the vocabularies differ.
     """
-    totals = {name: _Totals() for name in candidates}
-    streams = {name: source.logits(token_windows) for name, source in candidates.items()}
-    expected = reference.logits(token_windows)
-    for window, rows in zip(token_windows, expected, strict=True):
-        for name, stream in streams.items():
-            totals[name].add(window, rows, next(stream))
-    return {name: total.report() for name, total in totals.items()}
+    comparison = Comparison(reference, candidates)
+    comparison.add(token_windows)
+    return comparison.reports()
+
+
+class Comparison:
+    """``compare_many`` on windows that come piece by piece; ``measured`` counts them."""
+
+    def __init__(self, reference: LogitsSource, candidates: Mapping[str, LogitsSource]) -> None:
+        self.reference, self.candidates, self.measured = reference, candidates, 0
+        self._totals = {name: _Totals() for name in candidates}
+
+    def add(self, token_windows: Sequence[Sequence[int]], enough: Callable[[], bool] = lambda: False) -> None:
+        """Compare on further windows, in order, until ``enough`` says so after a window."""
+        streams = {name: source.logits(token_windows) for name, source in self.candidates.items()}
+        expected = self.reference.logits(token_windows)
+        for window, rows in zip(token_windows, expected, strict=True):
+            for name, stream in streams.items():
+                self._totals[name].add(window, rows, next(stream))
+            self.measured += 1
+            if enough():
+                break
+
+    def reports(self) -> dict[str, QualityReport]:
+        """A report of each candidate on all windows so far."""
+        return {name: total.report() for name, total in self._totals.items()}
 
 
 def mean_kl(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:

@@ -80,9 +80,13 @@ class LongEntry(PartSchema):
 
 
 class Quality(PartSchema):
-    """A quality report of a variant; ``windows`` is 0 where only long documents were scored."""
+    """A quality report of a variant; ``windows`` is 0 where only long documents were scored.
+
+    ``planned_windows`` are those of a measurement that ended before them, its bounds being certain.
+    """
 
     windows: Count = 0
+    planned_windows: Count | None = None
     tokens: Count = 0
     ppl: EstimateEntry | None = None
     reference_ppl: EstimateEntry | None = None

@@ -12,6 +12,7 @@ from typing import Any
 
 from optkit.checkpoint.insertion import fall_back
 from optkit.errors import UserError
+from optkit.evaluation.limits import FINAL_TOKENS
 from optkit.graph import variants
 from optkit.graph.ir import Graph
 from optkit.passes.base import Plan
@@ -19,7 +20,7 @@ from optkit.passes.quantization.linear import LinearQuantization
 from optkit.passes.resolve import ResolvedPass
 from optkit.pipeline.apply import apply_pass
 from optkit.pipeline.compile_hook import build_code
-from optkit.pipeline.decision import LONG
+from optkit.pipeline.decision import LONG, decided_early
 from optkit.pipeline.measurement import Measurement
 from optkit.pipeline.records import PassRecord, RunRecord
 from optkit.pipeline.runner import PassRunner
@@ -36,6 +37,7 @@ class Chain:
         records: a record for each pass.
         last: the state after the last step.
         runner: has run the passes; measures, and keeps finished steps.
+        final_tokens: of text for the quality of the whole; None for as many of ``FINAL_TOKENS`` as its bounds need.
     """
 
     passes: Sequence[ResolvedPass]
@@ -43,7 +45,7 @@ class Chain:
     records: Sequence[PassRecord]
     last: State
     runner: PassRunner
-    final_tokens: int
+    final_tokens: int | None
 
     @property
     def measurement(self) -> Measurement:
@@ -73,11 +75,19 @@ class Chain:
             if start == len(records) and not spans and self.is_measured_as_whole(long=long):
                 whole.quality = self.last_in_effect.quality
             else:
-                self.measurement.measure_quality(whole, lowered, self.final_tokens, spans, long=long)
+                bounds = recipe.accept if self.final_tokens is None else None
+                self.measurement.measure_quality(
+                    whole, lowered, self.most_tokens, spans, long=long, bounds=bounds
+                )
             return graph, RunRecord(passes, whole.decided("kept", "")).to_dict()
 
         state = self.runner.cache.resume(step, base, work, self.runner.waiting)
         return state.graph, RunRecord.from_dict(state.record)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of text for the quality of the whole, at most."""
+        return FINAL_TOKENS if self.final_tokens is None else self.final_tokens
 
     @property
     def last_in_effect(self) -> PassRecord:
@@ -87,14 +97,21 @@ class Chain:
     def is_measured_as_whole(self, *, long: bool) -> bool:
         """True where the quality after the last pass in effect is from the same text and documents as the whole's.
 
-        The graph there is the whole, and the other side is the source model in both measurements.
+        The graph there is the whole, and the other side is the source model in both measurements. Less text will do
+        where the measurement of the whole would end there.
 
         Args:
             long: the whole is measured on long documents, too.
         """
         quality = self.last_in_effect.quality
-        windows = self.measurement.windows(self.measurement.allowed_tokens(self.final_tokens))
-        return quality.get("windows") == len(windows) and (LONG in quality) == long
+        windows = len(self.measurement.windows(self.measurement.allowed_tokens(self.most_tokens)))
+        if not quality or (LONG in quality) != long:
+            return False
+        if quality["windows"] == windows:
+            return True
+        return self.final_tokens is None and decided_early(
+            self.measurement.recipe.accept, {"": quality}, windows
+        )
 
     def first_change(self, records: Sequence[PassRecord]) -> int:
         """The index of the first pass with another effect in ``records`` than in the chain."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import exp, nan
+from math import exp, log, nan, sqrt
 from statistics import geometric_mean
 from typing import Any
 
+from optkit.evaluation.early_stop import SKEW_MARGIN, BoundedMean, is_decided
 from optkit.evaluation.limits import Z_975
 from optkit.pipeline.explain import objective_sentence
 from optkit.pipeline.records import PassRecord, worst
@@ -100,6 +101,30 @@ def nearly_meets(bounds: Accept, evidence: Evidence, quality: Mapping[str, Any])
         ppl_ratio=evidence.ppl_ratio * exp(-ln_ppl),
     )
     return missed_quality(bounds, evidence) and not missed_quality(bounds, best)
+
+
+def decided_early(bounds: Accept, reports: Mapping[str, Mapping[str, Any]], windows: int) -> bool:
+    """True where the ``reports`` of all variants on a first part of ``windows`` windows decide on quality."""
+    means = [mean for report in reports.values() for mean in bounded_means(bounds, report)]
+    measured = min((report["windows"] for report in reports.values()), default=0)
+    return is_decided(means, measured, windows)
+
+
+def bounded_means(bounds: Accept, report: Mapping[str, Any]) -> Iterator[BoundedMean]:
+    """The means of a ``QualityReport`` with bounds, as a dict.
+
+    Where no token differs in any window, windows don't differ either: so the agreement has at least the error of a
+    share with a further token that differs.
+    """
+    kld, top1, ln_ppl = (report[key] for key in QUALITY)
+    if bounds.max_kld is not None:
+        yield BoundedMean(kld["value"], kld["stderr"], bounds.max_kld, margin=SKEW_MARGIN * bounds.max_kld)
+    if bounds.min_top1 is not None:
+        other = (report["tokens"] * (1 - top1["value"]) + 1) / (report["tokens"] + 1)
+        least = sqrt(other * (1 - other) / report["tokens"]) if other < 1 else 0.0
+        yield BoundedMean(top1["value"], max(top1["stderr"], least), bounds.min_top1, is_least=True)
+    if bounds.max_ppl_ratio is not None:
+        yield BoundedMean(ln_ppl["value"], ln_ppl["stderr"], log(bounds.max_ppl_ratio))
 
 
 def excess_share(bounds: Accept, evidence: Evidence) -> float:

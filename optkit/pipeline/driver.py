@@ -51,7 +51,7 @@ class Pipeline:
     recipe: Recipe
     target: Target
     progress: Progress
-    final_tokens: int = FINAL_TOKENS
+    final_tokens: int | None = None
 
     def run(self) -> tuple[Graph, RunRecord]:
         """Capture, run every pass, judge the whole; finished steps come from the cache."""
@@ -133,9 +133,13 @@ def optimize(
     adapters: Sequence[Path] = (),
     force: bool = False,
     progress: Progress = no_progress,
-    final_tokens: int = FINAL_TOKENS,
+    final_tokens: int | None = None,
 ) -> RunRecord:
     """Optimize ``model``, with ``adapters`` merged, by ``recipe`` into the artifact directory ``out``.
+
+    Args:
+        final_tokens: of held-out text for the quality of the whole, all of them; by default as many of
+            ``FINAL_TOKENS`` as the recipe's bounds need.
 
     Raises:
         UserError: model, recipe or output can't be used; nothing is written.
@@ -158,7 +162,8 @@ def optimize(
     if target.kind == "cpu":
         copies = recipe.files.float_copies
         whole = is_loaded_whole(open_source(source.directory), source.adapters)
-        found = estimate(info, resolved, target, final_tokens, float_copies=copies, loaded_whole=whole)
+        most = FINAL_TOKENS if final_tokens is None else final_tokens
+        found = estimate(info, resolved, target, most, float_copies=copies, loaded_whole=whole)
         progress(found.line())
         refuse_what_cannot_fit(found, target, out)
     if target.name != recipe.target:

@@ -3,7 +3,7 @@
 A quantizer that misses a quality bound gets a second chance: its most sensitive layers fall back to float
 (``optkit.pipeline.fallback``), measured again each time. A pass that makes the recipe's objective worse is rolled back
 before any measurement of quality; exact passes are judged with the whole (``optkit.pipeline.whole``). Quality that
-misses a bound by less than its 95 % interval is measured again, on more text.
+misses a bound by less than its 95 % interval is measured on more text, until it is certain or the text ends.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from optkit.calibration.samples import Calibration
 from optkit.checkpoint.insertion import fall_back, quantized_sites
+from optkit.evaluation.quality import Comparison
 from optkit.graph import variants
 from optkit.graph.ir import Graph
 from optkit.lowering.lower import Executable
@@ -84,9 +85,9 @@ class PassJudge:
         """
         lowered = self.measurement.measure_costs(record, before, after)
         if not (loss(record) and self.judges_speed(record)):
-            self.measure_quality(record, before, after, lowered)
+            comparison = self.measure_quality(record, before, after, lowered)
             if near_bound:
-                self.measure_near_bound(record, before, after, lowered)
+                self.measure_near_bound(record, comparison)
 
     def evidence(self, record: PassRecord) -> Evidence:
         """The evidence in ``record``; without a loss of the objective where the loss does not decide."""
@@ -118,21 +119,22 @@ class PassJudge:
     def counts_as_exact(self, record: PassRecord) -> bool:
         return record.exact and not self.after_inexact
 
-    def measure_quality(self, record: PassRecord, before: Graph, after: Graph, lowered: Executable) -> None:
+    def measure_quality(
+        self, record: PassRecord, before: Graph, after: Graph, lowered: Executable
+    ) -> Comparison:
         """Measure ``after``; the widest of the changed variants."""
         tokens = EXACT_TOKENS if self.counts_as_exact(record) else PASS_TOKENS
         long = self.accept.max_long_loss is not None
-        self.measurement.measure_quality(record, lowered, tokens, widest_changed(before, after), long=long)
+        variants = widest_changed(before, after)
+        return self.measurement.measure_quality(record, lowered, tokens, variants, long=long)
 
-    def measure_near_bound(
-        self, record: PassRecord, before: Graph, after: Graph, lowered: Executable
-    ) -> None:
-        """Measure ``after`` on more text where quality misses a bound by less than its 95 % interval."""
+    def measure_near_bound(self, record: PassRecord, comparison: Comparison) -> None:
+        """Go on with ``comparison`` where quality misses a bound by less than its interval, until it is certain."""
         m = self.measurement
         if self.counts_as_exact(record) or not m.has_more_text(PASS_TOKENS, NEAR_TOKENS):
             return
         if nearly_meets(self.bounds(record), self.evidence(record), record.quality):
-            m.measure_quality_again(record, lowered, NEAR_TOKENS, widest_changed(before, after))
+            m.measure_more_quality(record, comparison, NEAR_TOKENS, self.bounds(record))
 
     def fall_back(self, before: Graph, candidate: Graph, record: PassRecord, sites: Collection[str]) -> Graph:
         """Let the most sensitive of ``sites`` fall back to float until the bounds hold; roll back if none do."""

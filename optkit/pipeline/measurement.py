@@ -17,13 +17,14 @@ import torch
 
 from optkit.calibration.samples import calibration_windows
 from optkit.checkpoint.safetensors_writer import Spill
+from optkit.evaluation.early_stop import looks
 from optkit.evaluation.kernel_times import KernelTimes
 from optkit.evaluation.limits import WINDOW_TOKENS, most_tokens, weight_limit
 from optkit.evaluation.long.document import Document
 from optkit.evaluation.long.score import KeptAnswers, score_long
 from optkit.evaluation.long.sources import RuntimeAnswers
 from optkit.evaluation.long.tasks import documents
-from optkit.evaluation.quality import KeptLogits, RuntimeLogits, compare_many, evaluation_windows
+from optkit.evaluation.quality import Comparison, KeptLogits, RuntimeLogits, evaluation_windows
 from optkit.evaluation.scaled_speed import fitting_terms, lower_terms
 from optkit.evaluation.speed import PairedTimes, measure_pair, measure_sums, workload_points
 from optkit.evaluation.text import CHARACTERS, own_text
@@ -38,9 +39,9 @@ from optkit.machine.target import Target
 from optkit.passes.base import PassContext, Progress
 from optkit.pipeline import objective
 from optkit.pipeline.compile_hook import lower_with_code
-from optkit.pipeline.decision import LONG
+from optkit.pipeline.decision import LONG, decided_early
 from optkit.pipeline.records import PassRecord
-from optkit.recipe.schema import Recipe
+from optkit.recipe.schema import Accept, Recipe
 from optkit.text.corpora import load_text
 
 
@@ -139,24 +140,41 @@ class Measurement:
         variants: Mapping[str, int],
         *,
         long: bool = False,
-    ) -> None:
+        bounds: Accept | None = None,
+    ) -> Comparison:
         """Write the quality of ``candidate`` into ``record``.
 
         Quality is measured on ``tokens`` tokens of text, of each of ``variants`` (a step size by name). With ``long``
         also on long documents, where prompts and answers run in the variants for their sizes, as served.
+
+        Args:
+            bounds: ends the measurement once quality is certain to meet or to miss them.
         """
-        tokens = self.allowed_tokens(tokens)
-        self.progress(f"{record.name}: measuring quality on {tokens} tokens")
-        record.judged(self.quality(candidate, tokens, variants))
+        comparison = Comparison(self.source_logits, self.sources(candidate, variants))
+        self.measure_more_quality(record, comparison, tokens, bounds)
         if long:
             add_long(record, self.long_quality(record.name, candidate))
+        return comparison
 
-    def measure_quality_again(
-        self, record: PassRecord, candidate: Executable, tokens: int, variants: Mapping[str, int]
+    def measure_more_quality(
+        self, record: PassRecord, comparison: Comparison, tokens: int, bounds: Accept | None
     ) -> None:
-        """``measure_quality`` on ``tokens`` tokens of text; the quality on long documents stays."""
-        long = record.quality.get(LONG)
-        self.measure_quality(record, candidate, tokens, variants)
+        """Go on with ``comparison``, to ``tokens`` tokens of text in all; the quality on long documents stays."""
+        tokens, long = self.allowed_tokens(tokens), record.quality.get(LONG)
+        windows = self.windows(tokens)
+        self.progress(f"{record.name}: measuring quality on {tokens} tokens")
+
+        def enough() -> bool:
+            if bounds is None or comparison.measured not in looks(len(windows)):
+                return False
+            return decided_early(bounds, as_dicts(comparison), len(windows))
+
+        comparison.add(windows[comparison.measured :], enough)
+        reports, measured = as_dicts(comparison), comparison.measured
+        if measured < len(windows):
+            self.progress(f"{record.name}: quality is certain after {measured} of {len(windows)} windows")
+            reports = {name: report | {"planned_windows": len(windows)} for name, report in reports.items()}
+        record.judged(reports)
         if long is not None:
             add_long(record, long)
 
@@ -180,15 +198,11 @@ class Measurement:
         """Bytes of ``graph``'s weights; on a GPU of the lowered weights, since float32 is cast there."""
         return lowered.weight_bytes if self.target.kind == "cuda" else graph.num_bytes()
 
-    def quality(
-        self, candidate: Executable, tokens: int, variants: Mapping[str, int]
-    ) -> dict[str, dict[str, Any]]:
-        """A report by variant; the name is empty for a model with a single variant."""
+    def sources(self, candidate: Executable, variants: Mapping[str, int]) -> dict[str, RuntimeLogits]:
+        """Logits of ``candidate`` by variant; the name is empty for a model with a single variant."""
         block_size = self.recipe.runtime.block_size
         models = {name: candidate.at(size) for name, size in variants.items()} or {"": candidate}
-        candidates = {name: runtime_logits(model, block_size) for name, model in models.items()}
-        reports = compare_many(self.source_logits, candidates, self.windows(tokens))
-        return {name: report.to_dict() for name, report in reports.items()}
+        return {name: runtime_logits(model, block_size) for name, model in models.items()}
 
     def long_quality(self, name: str, candidate: Executable) -> dict[str, Any]:
         """A report on long documents against the source model (``optkit.evaluation.long``)."""
@@ -249,6 +263,11 @@ class Measurement:
         for node in graph.calls(attention):
             node.meta["kernel"] = PLAIN if self.target.kind == "cpu" else "reference"
         return graph
+
+
+def as_dicts(comparison: Comparison) -> dict[str, dict[str, Any]]:
+    """The reports of ``comparison`` as JSON data, by variant."""
+    return {name: report.to_dict() for name, report in comparison.reports().items()}
 
 
 def add_long(record: PassRecord, report: dict[str, Any]) -> None:

@@ -94,9 +94,16 @@ def quality_rows(quality: Mapping[str, Any]) -> list[tuple[str, str]]:
             "perplexity, source and here",
             f"{quality['reference_ppl']['value']:.2f} and {quality['ppl']['value']:.2f}",
         ),
-        ("scored positions", f"{quality['tokens']} in {quality['windows']} windows"),
+        ("scored positions", positions_text(quality)),
         *([("loss on long documents, nats a token [95 %]", long_text(long))] if long else []),
     ]
+
+
+def positions_text(quality: Mapping[str, Any]) -> str:
+    """``8176 in 16 windows of 40``: the quality was certain before the end of the text."""
+    text = f"{quality['tokens']} in {quality['windows']} windows"
+    planned = quality.get("planned_windows")
+    return f"{text} of {planned}" if planned else text
 
 
 # -- the terminal ----------------------------------------------------------------------------------------

@@ -64,11 +64,16 @@ def quality_cells(quality: Quality) -> Iterator[tuple[str, str]]:
         "perplexity, over the reference's",
         NONE if value is None or abs(value) > 700 else f"{exp(value):.4f}",
     )
-    yield (
-        "scored positions",
-        f"{quality.tokens:,} in {quality.windows:,} windows" if quality.windows else NONE,
-    )
+    yield "scored positions", positions_text(quality)
     yield "equal greedy tokens", greedy_text(quality)
+
+
+def positions_text(quality: Quality) -> str:
+    """``8,176 in 16 windows of 40``"""
+    if not quality.windows:
+        return NONE
+    of = f" of {quality.planned_windows:,}" if quality.planned_windows else ""
+    return f"{quality.tokens:,} in {quality.windows:,} windows{of}"
 
 
 def long_parts(long: LongEntry) -> Iterator[Markup]:

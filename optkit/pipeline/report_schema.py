@@ -170,6 +170,7 @@ class PageQuality(QualityEntry):
     kl_p99: float
     tokens: int
     windows: int
+    planned_windows: int | None = None
 
 
 class PageStats(StatsEntry):

@@ -88,7 +88,7 @@ def whole_step(
     parent: Step,
     recipe: Recipe,
     records: Sequence[PassRecord],
-    final_tokens: int,
+    final_tokens: int | None,
     again: Sequence[ResolvedPass] = (),
 ) -> Step:
     """The measurement of all passes of ``records`` together, in a run of ``recipe``.

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from optkit.checkpoint.safetensors_writer import Spill
 from optkit.evaluation.quality import (
+    Comparison,
     KeptLogits,
     ModuleLogits,
     RuntimeLogits,
@@ -114,6 +115,36 @@ def test_many_candidates_run_the_reference_once():
     reports = compare_many(reference, {"a": random_source(1), "b": random_source(0)}, WINDOWS)
     assert reference.runs == 3
     assert reports["a"].kl_mean.value > 0 == reports["b"].kl_mean.value
+
+
+def test_windows_in_pieces_give_the_same_report():
+    whole = compare_many(random_source(0), {"a": random_source(1)}, WINDOWS)
+    sides = [random_source(seed) for seed in (0, 1)]
+    first, rest = ([Fixed(*side.tensors[piece]) for side in sides] for piece in (slice(2), slice(2, 3)))
+    comparison = Comparison(first[0], {"a": first[1]})
+    comparison.add(WINDOWS[:2])
+    comparison.reference, comparison.candidates = rest[0], {"a": rest[1]}
+    comparison.add(WINDOWS[2:])
+    assert comparison.measured == 3 and comparison.reports() == whole
+
+
+def test_a_comparison_that_is_enough_computes_no_further_window():
+    reference, candidate = random_source(0), random_source(1)
+    comparison = Comparison(reference, {"a": candidate})
+    comparison.add(WINDOWS, lambda: comparison.measured == 2)
+    assert reference.runs == candidate.runs == comparison.measured == 2
+    assert comparison.reports()["a"].windows == 2
+
+
+def test_the_windows_of_less_text_are_the_first_of_more():
+    class Words:
+        bos_token_id = None
+
+        def __call__(self, text, add_special_tokens=True):
+            return type("Encoded", (), {"input_ids": [len(word) for word in text.split()]})
+
+    few, many = (evaluation_windows(Words(), tokens, 64) for tokens in (512, 2048))
+    assert many[: len(few)] == few and len(many) == 4 * len(few)
 
 
 @settings(max_examples=30, deadline=None)

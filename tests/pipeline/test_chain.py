@@ -18,6 +18,7 @@ from optkit.passes.int8 import Int8
 from optkit.pipeline.chain import Chain
 from optkit.pipeline.decision import Evidence
 from optkit.pipeline.records import PassRecord
+from optkit.recipe.schema import Accept
 from tests.support.small_runs import decisions, run
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -122,3 +123,28 @@ def test_quality_of_the_whole_is_known_from_the_same_text_and_documents_alone(
     )
     chain = Chain([], [], records, None, SimpleNamespace(measurement=measurement), 20480)  # type: ignore[arg-type]
     assert chain.is_measured_as_whole(long=long) is same
+
+
+@pytest.mark.parametrize(
+    ("final_tokens", "windows", "kld", "same"),
+    [
+        (None, 16, 0.001, True),  # the measurement of the whole would end there
+        (None, 12, 0.001, False),  # between two looks
+        (None, 16, 0.0099, False),
+        (20480, 16, 0.001, False),  # all of the text is wanted
+    ],
+)
+def test_quality_on_less_text_will_do_for_the_whole_where_it_is_certain(
+    final_tokens: int | None, windows: int, kld: float, same: bool
+) -> None:
+    estimate = {"value": kld, "stderr": 1e-4}
+    quality = {"windows": windows, "tokens": windows * 511, "kl_mean": estimate}
+    quality |= {"top1_agreement": {"value": 0.99, "stderr": 1e-3}, "ln_ppl_ratio": estimate}
+    record = PassRecord("a", {}, [], [], decision="kept", quality=quality)
+    measurement = SimpleNamespace(
+        windows=lambda tokens: [[]] * (tokens // 512),
+        allowed_tokens=lambda tokens: tokens,
+        recipe=SimpleNamespace(accept=Accept(max_kld=0.01, min_top1=0.97)),
+    )
+    chain = Chain([], [], [record], None, SimpleNamespace(measurement=measurement), final_tokens)  # type: ignore[arg-type]
+    assert chain.is_measured_as_whole(long=False) is same

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from optkit.pipeline.decision import Evidence, decide, excess_share, nearly_meets
+from optkit.pipeline.decision import (
+    Evidence,
+    bounded_means,
+    decide,
+    decided_early,
+    excess_share,
+    nearly_meets,
+)
 from optkit.recipe.schema import Accept
 from tests.support.sample_artifact import int8_record, quality, timing
 
@@ -169,3 +176,42 @@ def test_share_of_the_divergence_that_is_too_much(kld: float, top1: float, share
     evidence = replace(EVIDENCE, kld=kld, top1=top1)
     assert excess_share(Accept(max_kld=0.01, min_top1=0.97), evidence) == pytest.approx(share)
     assert excess_share(Accept(), evidence) == 0.0
+
+
+# -- the end of a measurement --------------------------------------------------------------------------------
+
+
+def report(kld: float, top1: float, windows: int = 16, stderr: float = 1e-4) -> dict[str, Any]:
+    """A quality report on windows of 511 positions."""
+    means = {"kl_mean": kld, "top1_agreement": top1, "ln_ppl_ratio": 0.0}
+    estimates = {name: {"value": value, "stderr": stderr} for name, value in means.items()}
+    return {"windows": windows, "tokens": 511 * windows, **estimates}
+
+
+@pytest.mark.parametrize(
+    ("bounds", "reports", "ends"),
+    [
+        ({"max_kld": 0.01}, {"": report(0.002, 0.98)}, True),
+        ({"max_kld": 0.01}, {"": report(0.05, 0.98)}, True),
+        ({"max_kld": 0.01}, {"": report(0.0098, 0.98)}, False),
+        ({"max_kld": 0.01}, {"": report(0.002, 0.98, windows=15)}, False),  # no look
+        ({"max_kld": 0.01, "min_top1": 0.97}, {"": report(0.002, 0.971)}, False),
+        ({"max_kld": 0.01, "min_top1": 0.97}, {"": report(0.002, 0.99)}, True),
+        ({"max_kld": 0.01, "min_top1": 0.97}, {"": report(0.002, 0.9)}, True),
+        ({"max_ppl_ratio": 1.02}, {"": report(0.002, 0.98)}, True),
+        ({"max_kld": 0.01}, {"a": report(0.002, 0.98), "b": report(0.0098, 0.98)}, False),
+        ({"max_kld": 0.01}, {"a": report(0.05, 0.98), "b": report(0.0098, 0.98)}, True),
+        ({"min_speedup": 1.0, "max_memory_bytes": 1}, {"": report(0.002, 0.98)}, False),
+        ({}, {"": report(0.002, 0.98)}, False),
+    ],
+)
+def test_a_measurement_ends_where_all_bounds_hold_or_one_is_missed_for_certain(
+    bounds: dict[str, Any], reports: dict[str, Any], ends: bool
+) -> None:
+    assert decided_early(Accept(**bounds), reports, 40) is ends
+
+
+def test_agreement_without_any_other_token_still_has_an_error() -> None:
+    (mean,) = bounded_means(Accept(min_top1=0.999), report(0.0, 1.0, windows=8, stderr=0.0))
+    assert 2e-4 < mean.stderr < 3e-4
+    assert not decided_early(Accept(min_top1=0.9995), {"": report(0.0, 1.0, 8, 0.0)}, 40)

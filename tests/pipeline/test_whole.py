@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 
 from optkit.artifact.open import Artifact
+from optkit.evaluation import early_stop
 from optkit.kernels import reference
-from optkit.pipeline import judge
+from optkit.pipeline import chain, judge
 from optkit.pipeline.decision import Evidence
+from optkit.pipeline.driver import optimize
 from optkit.pipeline.measurement import Measurement
 from optkit.pipeline.records import PassRecord
 from tests.pipeline.conftest import Slowdown
-from tests.support.small_runs import decisions, run
+from tests.support.small_runs import decisions, recipe, run
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -130,3 +132,21 @@ def test_the_whole_is_not_measured_again_where_the_last_pass_was_measured_on_as_
         found = record.whole.quality[name]
         # Float logits of batches of other sizes differ by rounding, on some CPUs.
         assert found == pytest.approx(apart.whole.quality[name], rel=1e-4, abs=1e-8)
+
+
+@pytest.mark.parametrize(("bound", "windows"), [(10.0, 2), (None, 4)])
+def test_the_text_of_the_whole_ends_once_its_bounds_are_certain(
+    bound: float | None, windows: int, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a bound nothing is to be decided, and a number that is asked for is measured."""
+    monkeypatch.setattr(early_stop, "LOOK", 2)
+    monkeypatch.setattr(chain, "FINAL_TOKENS", 2048)
+    chosen = recipe(f"passes: {{int8: {{}}}}\naccept: {{max_kld: {'null' if bound is None else bound}}}")
+    whole = optimize(str(source), chosen, tmp_path / "out").whole
+    assert whole is not None and whole.quality["windows"] == windows
+    assert whole.quality["tokens"] == 511 * windows
+    assert whole.quality.get("planned_windows") == (4 if windows < 4 else None)
+    page = (tmp_path / "out" / "optkit" / "report.html").read_text("utf-8")
+    assert ("1,022 in 2 windows of 4" in page) is (windows < 4)
+    asked = optimize(str(source), chosen, tmp_path / "asked", final_tokens=2048).whole
+    assert asked is not None and asked.quality["windows"] == 4 and "planned_windows" not in asked.quality
