@@ -90,6 +90,9 @@ class CandidateJudge(PassJudge):
     def judges_speed(self, record: PassRecord) -> bool:
         return False
 
+    def decides_by_speed(self, record: PassRecord) -> bool:
+        return True
+
     def remark(self, record: PassRecord) -> str:
         return ""
 

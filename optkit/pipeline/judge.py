@@ -83,7 +83,8 @@ class PassJudge:
         Args:
             near_bound: measures quality again near a missed bound, on more text.
         """
-        lowered = self.measurement.measure_costs(record, before, after)
+        decides = self.decides_by_speed(record)
+        lowered = self.measurement.measure_costs(record, before, after, decides=decides)
         if not (loss(record) and self.judges_speed(record)):
             comparison = self.measure_quality(record, before, after, lowered)
             if near_bound:
@@ -101,6 +102,11 @@ class PassJudge:
         of a later quantizer.
         """
         return self.keep != "always" and not self.counts_as_exact(record)
+
+    def decides_by_speed(self, record: PassRecord) -> bool:
+        """True where the measured speed decides on the pass, by its objective or a bound of its own."""
+        bounded = {self.accept.min_speedup, self.accept.min_decode_speedup} != {None}
+        return bounded or not self.counts_as_exact(record)
 
     def remark(self, record: PassRecord) -> str:
         """A clause for the reason: a loss of the objective that does not decide; empty without a loss."""

@@ -80,9 +80,15 @@ class Measurement:
         """Write the predicted speed of ``before`` and ``after`` into ``record``."""
         record.predicted = predict(before, after, self.recipe, self.target, beside=True)
 
-    def measure_costs(self, record: PassRecord, before: Graph, after: Graph) -> Executable:
-        """Write speed, size and objective of ``before`` and ``after`` into ``record``; return ``after`` lowered."""
-        enough = partial(objective.enough, self.recipe)
+    def measure_costs(
+        self, record: PassRecord, before: Graph, after: Graph, *, decides: bool = True
+    ) -> Executable:
+        """Write speed, size and objective of ``before`` and ``after`` into ``record``; return ``after`` lowered.
+
+        Args:
+            decides: measures further rounds while the objective is uncertain.
+        """
+        enough = partial(objective.enough, self.recipe) if decides else always
         if self.fits(before, after):
             lowered = self.lower(before), self.lower(after)
             self.progress(f"{record.name}: measuring speed")
@@ -268,6 +274,11 @@ class Measurement:
 def as_dicts(comparison: Comparison) -> dict[str, dict[str, Any]]:
     """The reports of ``comparison`` as JSON data, by variant."""
     return {name: report.to_dict() for name, report in comparison.reports().items()}
+
+
+def always(_times: PairedTimes) -> bool:
+    """The first rounds are enough, where nothing is decided by them."""
+    return True
 
 
 def add_long(record: PassRecord, report: dict[str, Any]) -> None:

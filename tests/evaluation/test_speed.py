@@ -47,9 +47,9 @@ def steps(now: list[float], order: list[str], seconds: dict[str, float]) -> list
 
 def test_interleaved_alternates_and_gives_seconds_of_each_step(now: list[float]) -> None:
     order: list[str] = []
-    found = interleaved(steps(now, order, {"a": 1.0, "b": 3.0}), rounds=3)
-    assert order == ["a", "a", "b", "b"] + ["a", "b"] * 3  # a warm-up and a trial of each, then the rounds
-    assert found == [[1.0] * 3, [3.0] * 3]
+    found = interleaved(steps(now, order, {"a": 0.3, "b": 3.0}), rounds=3)
+    assert order == ["a", "a", "b"] + ["a", "b"] * 3  # warm-ups, and a trial of the shorter step; then the rounds
+    assert found == [pytest.approx([0.3] * 3), pytest.approx([3.0] * 3)]
 
 
 def test_interleaved_repeats_short_steps(now: list[float]) -> None:
