@@ -48,7 +48,9 @@ def steps(now: list[float], order: list[str], seconds: dict[str, float]) -> list
 def test_interleaved_alternates_and_gives_seconds_of_each_step(now: list[float]) -> None:
     order: list[str] = []
     found = interleaved(steps(now, order, {"a": 0.3, "b": 3.0}), rounds=3)
-    assert order == ["a", "a", "b"] + ["a", "b"] * 3  # warm-ups, and a trial of the shorter step; then the rounds
+    assert (
+        order == ["a", "a", "b"] + ["a", "b"] * 3
+    )  # warm-ups, and a trial of the shorter step; then the rounds
     assert found == [pytest.approx([0.3] * 3), pytest.approx([3.0] * 3)]
 
 

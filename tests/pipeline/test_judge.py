@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from optkit.artifact.open import Artifact
 from optkit.kernels import reference
 from optkit.lowering.lower import Executable
 from optkit.pipeline.decision import Evidence
+from optkit.pipeline.measurement import Measurement
 from tests.pipeline.conftest import Slowdown
 from tests.support.graphs import dense, relative_error
 from tests.support.small_runs import IDS, decisions, lower_dense, run, transformers_logits
@@ -142,6 +144,30 @@ def test_a_pass_that_makes_the_objective_worse_is_rolled_back_without_a_look_at_
     assert int8.objective["name"] == "ttft" and int8.objective["worse"]
     assert int8.reason.startswith("the objective got worse: ttft 1.20x of before") and int8.quality == {}
     assert not list(Artifact.open(tmp_path / "out").graph().calls(reference.linear_w8a8))
+
+
+@pytest.mark.parametrize(
+    ("passes", "decides"),
+    [
+        ("fuse_qkv: {}", [False, True]),  # the exact pass, then the whole
+        ("fuse_qkv: {accept: {min_speedup: 0.01}}", [True, True]),
+        ("int8: {accept: {max_kld: 10.0}}", [True, True]),
+    ],
+)
+def test_rounds_go_on_only_where_the_speed_decides(
+    passes: str, decides: list[bool], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[bool] = []
+    original = Measurement.measure_costs
+
+    def measuring(self: Measurement, *args: Any, decides: bool = True) -> Executable:
+        found.append(decides)
+        return original(self, *args, decides=decides)
+
+    monkeypatch.setattr(Measurement, "measure_costs", measuring)
+    monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
+    run(source, tmp_path / "out", f"passes: {{{passes}}}")
+    assert found == decides
 
 
 def test_keep_always_keeps_a_pass_that_makes_the_objective_worse_and_says_so(
