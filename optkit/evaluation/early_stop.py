@@ -1,14 +1,14 @@
 """When a measurement of quality may stop before the end of the text: once no more text can change the decision.
 
 Quality is judged by bounds on means over windows of text. After every ``LOOK`` windows the interval of each mean is
-compared with its bound. The measurement stops where all intervals lie within the bounds, or one lies outside.
+compared with the bound. The measurement stops where all intervals lie within the bounds, or an interval lies outside.
 
 Each look is a chance to stop by accident, so the looks share the error (Bonferroni): with m looks before the end, each
 may err with probability ``PLANNED_ERROR`` / m on a side. Windows are the units, since tokens of a window are not
-independent; quantiles are Student's, since windows are few. "Within" needs every mean within: by the one that is
-outside in truth, the error is that of a single bound. "Outside" needs one mean outside, so the bounds share the error
-once more. Divergences of windows are skewed, so that few windows without a large one look too good: their mean has to
-clear the bound by ``SKEW_MARGIN`` as well. ``docs/decisions/0080`` has simulations.
+independent; quantiles are Student's, since windows are few. "Within" needs every mean within: an error needs the error
+of the mean outside. "Outside" needs a single mean outside, so the bounds share the error once more. Divergences of
+windows are skewed, so few windows without a large divergence look too good: a mean divergence has to clear the bound by
+``SKEW_MARGIN`` as well. ``docs/decisions/0080`` has simulations.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ LOOK = 8  # windows from one look to the next: fewer say little about how window
 
 @dataclass(frozen=True)
 class BoundedMean:
-    """A mean over windows with its standard error, and its bound: the most, or the least with ``is_least``.
+    """A mean over windows with standard error and bound: the most, or the least with ``is_least``.
 
-    ``margin`` is the distance to the bound that is wanted beside the standard errors.
+    ``margin`` is the wanted distance to the bound beside the standard errors.
     """
 
     value: float
@@ -52,12 +52,12 @@ class BoundedMean:
 
 
 def looks(windows: int) -> range:
-    """The numbers of windows after which a measurement of ``windows`` windows is looked at, before its end."""
+    """The numbers of windows before each look at a measurement of ``windows`` windows, without the end."""
     return range(LOOK, windows, LOOK)
 
 
 def is_decided(means: Sequence[BoundedMean], measured: int, windows: int) -> bool:
-    """True where ``means`` over the first ``measured`` of ``windows`` windows decide: all within, or one outside.
+    """True where ``means`` over the first ``measured`` of ``windows`` windows decide: all within, or any outside.
 
     Without means nothing is to be decided, and the whole text is measured.
     """
@@ -94,7 +94,7 @@ def student_cdf(t: float, degrees: int) -> float:
 
 
 def terms(first: float, steps: range, cosine: float) -> Iterable[float]:
-    """The terms of both series; for one degree of freedom none, since the first belongs to the third."""
+    """The terms of both series; none for a single degree of freedom."""
     if steps.start == 3 and steps.stop < 3:
         return
     yield first

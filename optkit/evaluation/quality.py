@@ -219,14 +219,14 @@ def compare_many(
 
 
 class Comparison:
-    """``compare_many`` on windows that come piece by piece; ``measured`` counts them."""
+    """``compare_many`` on windows given piece by piece; ``measured`` counts the windows."""
 
     def __init__(self, reference: LogitsSource, candidates: Mapping[str, LogitsSource]) -> None:
         self.reference, self.candidates, self.measured = reference, candidates, 0
         self._totals = {name: _Totals() for name in candidates}
 
     def add(self, token_windows: Sequence[Sequence[int]], enough: Callable[[], bool] = lambda: False) -> None:
-        """Compare on further windows, in order, until ``enough`` says so after a window."""
+        """Compare on further windows, in order, until ``enough`` is True after a window."""
         streams = {name: source.logits(token_windows) for name, source in self.candidates.items()}
         expected = self.reference.logits(token_windows)
         for window, rows in zip(token_windows, expected, strict=True):

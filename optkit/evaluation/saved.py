@@ -82,7 +82,7 @@ class LongEntry(PartSchema):
 class Quality(PartSchema):
     """A quality report of a variant; ``windows`` is 0 where only long documents were scored.
 
-    ``planned_windows`` are those of a measurement that ended before them, its bounds being certain.
+    ``planned_windows`` are the windows of the whole text, where the measurement ended before.
     """
 
     windows: Count = 0

@@ -129,7 +129,7 @@ class Repeated:
     def settled(step: Callable[[], None], rounds: int = ROUNDS) -> Repeated:
         """``step`` after a warm-up, repeated so that ``rounds`` rounds take ``SETTLE_SECONDS``.
 
-        A warm-up of that time shows that the step is long enough alone; after a shorter one the step is tried.
+        A warm-up of ``SETTLE_SECONDS`` shows a step long enough alone; after a shorter warm-up the step is tried.
         """
         if timed(step, 1) >= SETTLE_SECONDS:
             return Repeated(step, 1)
