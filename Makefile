@@ -99,7 +99,7 @@ artifact-verified: $(ARTIFACT)/optkit/manifest.json
 
 demo: artifact-verified
 	@mkdir -p $(RESULTS)
-	$(OPTKIT) bench $(ARTIFACT) --baseline $(MODEL) --num-prompts 2 --rounds 2 --output-len 16 \
+	$(OPTKIT) bench $(ARTIFACT) --baseline $(MODEL) --num-prompts 3 --rounds 2 --output-len 16 \
 	    --num-warmups 1 --save-result $(RESULTS)/demo.json
 	@echo
 	@echo "Next, serve it:"
