@@ -80,7 +80,9 @@ class _Chosen:
                         self._router.answered(self._decision, output.first)
                     yield output
         finally:
-            if not is_answered:
+            if is_answered:
+                self._router.ended(self._decision)
+            else:
                 self._router.withdrawn(self._decision)
 
     async def report(self, since: Mark) -> ReplicaReport:

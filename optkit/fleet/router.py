@@ -9,6 +9,7 @@ The interface, for the engine in front of a fleet. No method waits, and none cal
                                                      # refused, to the next of decision.ranks by choose(exclude=...)
     router.answered(decision, output.first)          # with the first token, or
     router.withdrawn(decision)                       # refused, failed or aborted before the first token
+    router.ended(decision)                           # an answered request has ended, in whatever way
 
 and a few times a second for each replica (``optkit.fleet.follow`` does this)::
 
@@ -28,7 +29,9 @@ The rules of a decision:
    running streams would be later than promised count as well.
 3. A prompt is *cold* where the caches of all replicas are worth the same, within ``COLD_SHARE`` of the prompt. Among
    the replicas within ``COLD_SHARE`` and ``STEPS`` steps of the best, the replica with the fewest requests takes it,
-   and of these the replica whose last cold prompt is the oldest: so streams spread and caches fill evenly. A prompt
+   and of these the replica whose last cold prompt is the oldest: so streams spread and caches fill evenly. Requests
+   that were sent or have ended since the last report count, or the replica that an answer has just left would look
+   as full as the others, and streams would pile up elsewhere. A prompt
    that arrives waits for the end of a step, so a smaller difference is none; without the rule the replica that had been
    measured last, or fastest, would get all short prompts.
 4. A way over another replica (``alternatives``) wins when it saves ``FETCH_SHARE`` of the best local way: the work of
@@ -43,6 +46,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -51,7 +55,7 @@ from typing import Protocol
 from optkit.fleet.digests import Blocks, Chains, Prompt
 from optkit.fleet.index import Index
 from optkit.fleet.replica import Fetch, Mark, ReplicaReport
-from optkit.fleet.score import Backlog, Candidate, Option, local, prefill_seconds
+from optkit.fleet.score import MOST_SENT, Backlog, Candidate, Option, local, prefill_seconds
 from optkit.runtime.types import EngineRequest, FirstToken
 
 __all__ = ["Alternatives", "Decision", "NoReplica", "Router"]
@@ -143,19 +147,30 @@ class Decision:
 
 @dataclass(slots=True)
 class _Known:
-    """A replica as the router knows it."""
+    """A replica as the router knows it.
+
+    Attributes:
+        last_given, last_cold: numbers of decisions.
+        ended: the times of the ends of answers since the last report.
+    """
 
     report: ReplicaReport
     asked: float
     backlog: Backlog = field(default_factory=Backlog)
-    last_given: int = 0  # number of a decision
+    last_given: int = 0
     last_cold: int = 0
+    ended: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_SENT))
+
+    @property
+    def num_requests(self) -> int:
+        """The requests at the replica: those of the report, and what this router knows of since."""
+        report = self.report
+        return report.num_running + report.num_waiting + len(self.backlog.sent) - len(self.ended)
 
     @property
     def cold_order(self) -> tuple[int, int]:
         """The least takes the next cold prompt: the requests at the replica, and the time of its last cold prompt."""
-        report = self.report
-        return report.num_running + report.num_waiting + len(self.backlog.sent), self.last_cold
+        return self.num_requests, self.last_cold
 
     @property
     def budget(self) -> int:
@@ -215,6 +230,8 @@ class Router:
             known.backlog = Backlog()
         known.report, known.asked = report, asked
         known.backlog.report(report.queue_seconds, asked)
+        while known.ended and known.ended[0] <= asked:
+            known.ended.popleft()
         if report.changes is not None:
             self.index.apply(
                 name,
@@ -293,7 +310,14 @@ class Router:
         self.index.disappoint(decision.holder, decision.keys, decision.expected_until)
         for name, seconds in decision.charges:
             if known := self._known.get(name):
-                known.backlog.take_back(seconds, self.clock(), decision.at)
+                was_unknown = known.backlog.take_back(seconds, self.clock(), decision.at)
+                if name == decision.replica_id and not was_unknown:
+                    self.ended(decision)
+
+    def ended(self, decision: Decision) -> None:
+        """A request that the replica knew has ended; the replica's next report leaves it out."""
+        if known := self._known.get(decision.replica_id):
+            known.ended.append(self.clock())
 
     # -- parts of a decision ---------------------------------------------------------------------------
 

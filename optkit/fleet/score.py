@@ -56,11 +56,13 @@ class Backlog:
         self.free_at = max(self.free_at, now) + seconds
         self.sent.append((now, seconds))
 
-    def take_back(self, seconds: float, now: float, sent: float) -> None:
-        """Subtract a prompt that was sent at the time ``sent`` and is not computed, unless a report came since."""
-        if (sent, seconds) in self.sent:
-            self.sent.remove((sent, seconds))
-            self.free_at = max(now, self.free_at - seconds)
+    def take_back(self, seconds: float, now: float, sent: float) -> bool:
+        """Subtract a prompt that was sent at the time ``sent`` and is not computed; False where a report came since."""
+        if (sent, seconds) not in self.sent:
+            return False
+        self.sent.remove((sent, seconds))
+        self.free_at = max(now, self.free_at - seconds)
+        return True
 
     def report(self, queue_seconds: float, asked: float) -> None:
         """Begin anew from a report on the question of the time ``asked``, and the prompts sent since."""

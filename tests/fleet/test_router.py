@@ -345,3 +345,27 @@ def test_short_prompts_spread_though_one_replica_was_measured_faster() -> None:
         made.update(report(name, prefill_seconds=(0.001, *table[1:])), Mark())
     taken = [made.choose(prompt(made, [index, 2])).replica_id for index in range(16)]
     assert taken.count("slow") >= 5
+
+
+def test_a_cold_prompt_goes_where_an_answer_has_just_ended() -> None:
+    """Four streams on each replica, as reported; who has lost one since gets the next, and only that one."""
+    made, clock = router()
+    for name in ("a", "b", "c"):
+        made.update(report(name, num_running=4), Mark())
+    clock.now += 0.01
+    decisions = [made.choose(prompt(made, [index, 2])) for index in range(3)]
+    assert {decision.replica_id for decision in decisions} == {"a", "b", "c"}
+    last = decisions[0]
+    made.answered(last, FIRST)
+    made.ended(last)
+    following = made.choose(prompt(made, [10, 2]))
+    assert following.replica_id == last.replica_id
+    made.withdrawn(following)
+    assert made.choose(prompt(made, [11, 2])).replica_id == last.replica_id, "the withdrawn one is not there"
+    clock.now += 0.01
+    for name in ("a", "b", "c"):
+        busy = 4 if name == last.replica_id else 5
+        made.update(report(name, num_running=busy), Mark())
+    assert made.choose(prompt(made, [12, 2])).replica_id == last.replica_id, (
+        "a report counts in place of guesses"
+    )
