@@ -3,7 +3,7 @@
 **Characters.** A token may end in the middle of a UTF-8 character; decoded alone, the token gives U+FFFD. The
 detokenizer decodes a window of recent tokens, counts the characters already returned, and holds back up to three
 trailing U+FFFD, because an unfinished character has at most three bytes. Text before the held characters is final.
-The window moves on only at a character border, so each token costs a decode of a few dozen tokens, whatever the
+The window moves on only at a character border, so each token costs a decode of about a dozen tokens, whatever the
 length of the answer. An answer cut in the middle of a character loses the character.
 
 **Stop strings.** The longest suffix that could still grow into a stop string is held back. The suffix is returned
@@ -18,7 +18,7 @@ Decode = Callable[[Sequence[int]], str]
 
 REPLACEMENT = "�"
 MAX_HELD = 3  # bytes of an unfinished UTF-8 character
-STEP = 16  # tokens between two moves of the window
+STEP = 8  # tokens between two moves of the window
 MAX_WINDOW = 256  # tokens; reached only by text that never comes to a character border
 
 
