@@ -152,6 +152,7 @@ def _pod(
         "env": [
             {"name": "RAY_AUTH_MODE", "value": "token"},
             {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
+            {"name": "RAY_worker_niceness", "value": "0"},  # as in ``optkit.fleet.ray_local``
             *(
                 {"name": name, "valueFrom": {"secretKeyRef": {"name": pods.secret, "key": key}}}
                 for name, key in SECRET_KEYS.items()

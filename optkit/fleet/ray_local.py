@@ -44,6 +44,11 @@ ENVIRONMENT = {
     "RAY_SERVE_LOG_TO_STDERR": "0",
     "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",  # else SIGTERM, the usual end, prints a stack
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",  # Ray gives replicas 15: each step would wait for all else on the machine
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",  # looks of Serve at the replicas; ten a second take 4 % of a core
+    "RAY_enable_metrics_collection": "0",  # of Ray itself, for a dashboard that is not there
+    "RAY_event_stats": "0",  # the same
+    "RAY_task_events_report_interval_ms": "0",  # the same
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on each system: Ray's ports are on loopback alone
 }
 

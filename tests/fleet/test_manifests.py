@@ -64,6 +64,7 @@ def test_a_ray_service_holds_the_same_config_and_pods_for_every_replica() -> Non
     (container,) = group["template"]["spec"]["containers"]
     assert container["resources"]["limits"] == {"cpu": "4", "memory": "4Gi", "nvidia.com/gpu": "1"}
     assert container["volumeMounts"][0]["readOnly"]
+    assert {"name": "RAY_worker_niceness", "value": "0"} in container["env"]
     assert group["template"]["spec"]["volumes"][0]["persistentVolumeClaim"]["claimName"] == "models"
 
 
