@@ -21,6 +21,7 @@ from optkit.serve.http.address import bind
 from optkit.serve.process import print_line
 from optkit.serve.server import ServeOptions
 
+THREADS = 1  # of an engine, as ``optkit serve`` divides the cores among as many replicas, or more
 TOKENIZER_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 
 
@@ -33,7 +34,12 @@ def main(arguments: list[str]) -> int:
             shutil.copy(artifact / name, directory)
         (directory / MOCK_FILE).write_text(json.dumps(model))
         config = FleetConfig(
-            artifact=folder, replicas=replicas, cpus=1, factory=MOCK_FACTORY, drain_seconds=60.0
+            artifact=folder,
+            engine={"threads": THREADS},
+            replicas=replicas,
+            cpus=1,
+            factory=MOCK_FACTORY,
+            drain_seconds=60.0,
         )
         mock: Any = SimpleNamespace(directory=directory, name="mock", manifest={})
         return serve_fleet(mock, config, ServeOptions(port=0), sock, print_line)

@@ -31,7 +31,9 @@ import msgspec
 import psutil
 
 from bench.figures import command_line
+from bench.fleet.mock_server import THREADS
 from optkit.fleet.mock import MOCK_FACTORY, MockModel
+from optkit.recipe.engine_options import EngineOptions
 from optkit.runtime.process.client import EngineClient
 from optkit.runtime.types import EngineRequest, SamplingParams
 
@@ -222,7 +224,8 @@ async def load(ask: Any, args: argparse.Namespace) -> tuple[list[Timed], float]:
 
 async def alone(model: str, args: argparse.Namespace) -> tuple[list[Timed], float]:
     """Engine processes below the client's process; each client has an engine."""
-    engines = [EngineClient(model, factory=MOCK_FACTORY) for _ in range(REPLICAS)]
+    options = EngineOptions(threads=THREADS)
+    engines = [EngineClient(model, options, factory=MOCK_FACTORY) for _ in range(REPLICAS)]
     await asyncio.gather(*(engine.start() for engine in engines))
 
     async def ask(index: int, ids: list[int]) -> Timed:
