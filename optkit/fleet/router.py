@@ -29,9 +29,8 @@ The rules of a decision:
    running streams would be later than promised count as well.
 3. A prompt is *cold* where the caches of all replicas are worth the same, within ``COLD_SHARE`` of the prompt. Among
    the replicas within ``COLD_SHARE`` and ``STEPS`` steps of the best, the replica with the fewest requests takes it,
-   and of these the replica whose last cold prompt is the oldest: so streams spread and caches fill evenly. Requests
-   that were sent or have ended since the last report count, or the replica that an answer has just left would look
-   as full as the others, and streams would pile up elsewhere. A prompt
+   and of these the replica whose last cold prompt is the oldest: so streams spread and caches fill evenly. The
+   router counts own requests: by the last report a replica looks full after the end of an answer, too. A prompt
    that arrives waits for the end of a step, so a smaller difference is none; without the rule the replica that had been
    measured last, or fastest, would get all short prompts.
 4. A way over another replica (``alternatives``) wins when it saves ``FETCH_SHARE`` of the best local way: the work of
@@ -151,6 +150,8 @@ class _Known:
 
     Attributes:
         last_given, last_cold: numbers of decisions.
+        num_open: requests of this router, not ended.
+        num_others: requests of other routers, by the last report.
         ended: the times of the ends of answers since the last report.
     """
 
@@ -159,18 +160,30 @@ class _Known:
     backlog: Backlog = field(default_factory=Backlog)
     last_given: int = 0
     last_cold: int = 0
+    num_open: int = 0
+    num_others: int = 0
     ended: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_SENT))
 
-    @property
-    def num_requests(self) -> int:
-        """The requests at the replica: those of the report, and what this router knows of since."""
-        report = self.report
-        return report.num_running + report.num_waiting + len(self.backlog.sent) - len(self.ended)
+    def count(self, asked: float) -> None:
+        """Take the number of requests from the report on the question of the time ``asked``.
+
+        A request sent or ended between question and answer may be in the report or not, so the router counts own
+        requests. Open requests neither reported nor just sent have been lost.
+        """
+        while self.ended and self.ended[0] <= asked:
+            self.ended.popleft()
+        reported = self.report.num_running + self.report.num_waiting
+        self.num_open = min(self.num_open, reported + len(self.backlog.sent))
+        self.num_others = max(0, reported - self.num_open - len(self.ended))
+
+    def end(self) -> None:
+        """Count the end of a request of this router."""
+        self.num_open = max(0, self.num_open - 1)
 
     @property
     def cold_order(self) -> tuple[int, int]:
         """The least takes the next cold prompt: the requests at the replica, and the time of its last cold prompt."""
-        return self.num_requests, self.last_cold
+        return self.num_open + self.num_others, self.last_cold
 
     @property
     def budget(self) -> int:
@@ -230,8 +243,7 @@ class Router:
             known.backlog = Backlog()
         known.report, known.asked = report, asked
         known.backlog.report(report.queue_seconds, asked)
-        while known.ended and known.ended[0] <= asked:
-            known.ended.popleft()
+        known.count(asked)
         if report.changes is not None:
             self.index.apply(
                 name,
@@ -310,13 +322,15 @@ class Router:
         self.index.disappoint(decision.holder, decision.keys, decision.expected_until)
         for name, seconds in decision.charges:
             if known := self._known.get(name):
-                was_unknown = known.backlog.take_back(seconds, self.clock(), decision.at)
-                if name == decision.replica_id and not was_unknown:
-                    self.ended(decision)
+                is_reported = not known.backlog.take_back(seconds, self.clock(), decision.at)
+                if name == decision.replica_id:
+                    known.end()
+                    known.ended.extend([self.clock()] * is_reported)
 
     def ended(self, decision: Decision) -> None:
-        """A request that the replica knew has ended; the replica's next report leaves it out."""
+        """An answered request has ended."""
         if known := self._known.get(decision.replica_id):
+            known.end()
             known.ended.append(self.clock())
 
     # -- parts of a decision ---------------------------------------------------------------------------
@@ -394,7 +408,7 @@ class Router:
             if name in self._known:
                 self._known[name].backlog.send(seconds, now)
         known = self._known[chosen.replica_id]
-        known.last_given = decision.number
+        known.last_given, known.num_open = decision.number, known.num_open + 1
         if is_cold:
             known.last_cold = decision.number
         self._expect(decision, decision.holder, now, now + best.seconds + EXPECT_SECONDS)

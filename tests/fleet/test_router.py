@@ -369,3 +369,46 @@ def test_a_cold_prompt_goes_where_an_answer_has_just_ended() -> None:
     assert made.choose(prompt(made, [12, 2])).replica_id == last.replica_id, (
         "a report counts in place of guesses"
     )
+
+
+def test_an_answer_that_ends_while_a_report_comes_is_counted_once() -> None:
+    made, clock = router()
+    for name in ("a", "b"):
+        made.update(report(name), Mark())
+    sent = [made.choose(prompt(made, [index, 2])) for index in range(6)]
+    for decision in sent:
+        made.answered(decision, FIRST)
+    clock.now += 1.0
+    asked = clock.now
+    first = next(decision for decision in sent if decision.replica_id == "a")
+    clock.now += 0.01
+    made.ended(first)
+    made.update(report("a", num_running=2), Mark(), asked)  # the engine answered after the end
+    made.update(report("b", num_running=3), Mark(), asked)
+    following = [made.choose(prompt(made, [10 + index, 2])).replica_id for index in range(3)]
+    assert following[0] == "a" and set(following[1:]) == {"a", "b"}
+
+
+def test_requests_of_other_servers_count_by_the_reports() -> None:
+    made, clock = router()
+    made.update(report("a", num_running=2), Mark())
+    made.update(report("b"), Mark())
+    first = made.choose(prompt(made, [1, 2]))
+    made.answered(first, FIRST)
+    assert first.replica_id == "b"
+    clock.now += 1.0
+    made.update(report("b", num_running=4), Mark())
+    made.update(report("a", num_running=2), Mark())
+    assert [made.choose(prompt(made, [index, 2])).replica_id for index in (3, 4)] == ["a", "a"]
+
+
+def test_a_request_that_never_began_is_forgotten_with_a_report() -> None:
+    made, clock = router()
+    for name in ("a", "b"):
+        made.update(report(name), Mark())
+    lost = [made.choose(prompt(made, [index, 2])).replica_id for index in range(2)]
+    clock.now += 1.0
+    for name in ("a", "b"):
+        made.update(report(name, num_running=name == "a"), Mark())
+    assert set(lost) == {"a", "b"}
+    assert made.choose(prompt(made, [5, 2])).replica_id == "b"
