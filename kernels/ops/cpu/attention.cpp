@@ -101,6 +101,7 @@ struct Ahead {
 struct Lines {
     const uint32_t* of[kTile / kLanes];
     int64_t step;  // words from four bytes of a key to the next four, or from four values to the next four
+    int together;  // fours of values that lie a step apart, from a multiple of so many on
 };
 
 // What one thread needs for an item; see attention_tile.h for the layouts.

@@ -132,7 +132,7 @@ OPTKIT_TARGET OPTKIT_INLINE void add_values(I::Ints (&acc)[R][NV], const uint8_t
                                             int64_t column, int start, int stop) {
     constexpr int fours = kLanes / 4;  // of a pointer
     for (int four = start, count; four < stop; four += count) {
-        count = std::min(stop - four, fours - four % fours);
+        count = std::min(stop - four, v.together - four % v.together);
         const int64_t at = four % fours * v.step + column;
         const uint32_t *lines[NV], *after[NV];
 #pragma GCC unroll 8
@@ -141,10 +141,7 @@ OPTKIT_TARGET OPTKIT_INLINE void add_values(I::Ints (&acc)[R][NV], const uint8_t
             after[n] = next.of[four / fours] + at + n * kLanes;
         }
         const uint8_t* row = weights + (half * kTile + 4 * four);
-        if (count == fours)
-            add_dots<Bytes::values, half, AHEAD>(acc, row, I::weight_words * kTile, 4, lines, after, v.step, fours);
-        else
-            add_dots<Bytes::values, half, AHEAD>(acc, row, I::weight_words * kTile, 4, lines, after, v.step, count);
+        add_dots<Bytes::values, half, AHEAD>(acc, row, I::weight_words * kTile, 4, lines, after, v.step, count);
     }
 }
 
@@ -377,6 +374,7 @@ struct OnInt8 {
         }
         scratch.key_lines.step = kTile;
         scratch.value_lines.step = p.width;
+        scratch.value_lines.together = kTile / 4;
     }
 
     // True where a value of interleaved codes counts as zeros and isn't.

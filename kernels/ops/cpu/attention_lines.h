@@ -47,11 +47,18 @@ OPTKIT_INLINE void each_line(const Problem& p, const Item& item, int64_t begin, 
 
 OPTKIT_INLINE const uint32_t* words_at(const char* first) { return reinterpret_cast<const uint32_t*>(first); }
 
+// Fours of values of a tile that lie together, in one block.
+OPTKIT_INLINE int fours_together(const Problem& p) {
+    if (p.block_size % kTile == 0) return kTile / 4;
+    return (kTile % p.block_size == 0 ? static_cast<int>(p.block_size) : kLanes) / 4;
+}
+
 // The lines of `count` tokens from position `begin`, a multiple of 16, and their scales. Of a branch of a tree, whose
 // tokens don't follow one another: the first words of each token.
 inline void locate_lines(const Problem& p, const Item& item, int64_t begin, int count, Scratch& scratch) {
     scratch.key_lines.step = p.block_size;
     scratch.value_lines.step = p.v_dim;
+    scratch.value_lines.together = fours_together(p);
     scratch.scattered = item.path && begin + count > item.prefix;
     if (!scratch.scattered)
         return each_line(p, item, begin, count, [&](int j, char* keys, char* values, int64_t at) {
