@@ -71,7 +71,7 @@ CPU = Shares(
     },
     other=0.1,
     # PyTorch's product of one row reads weights slowly; plain attention gathers blocks of KV first, and attention over
-    # int8 puts each block in order for its products
+    # int8 reads a block of each head, far from the next
     bandwidth={
         Unit.FLOAT: 0.31,
         Unit.ATTENTION: 0.3,
@@ -91,7 +91,7 @@ CPU = Shares(
 CPU_AVX2 = replace(
     CPU,
     compute=CPU.compute | {Unit.INT8: 0.75, Unit.INT4: 0.72, Unit.WEIGHT_ONLY: 0.5},
-    bandwidth=CPU.bandwidth | {Unit.FLOAT: 0.28, Unit.ATTENTION_INT8: 0.15, Unit.PLAIN_ATTENTION: 0.1},
+    bandwidth=CPU.bandwidth | {Unit.FLOAT: 0.28, Unit.ATTENTION_INT8: 0.23, Unit.PLAIN_ATTENTION: 0.1},
     reading=0.65,
     packing={Unit.FLOAT: 0.8},
     step_seconds=6e-4,
