@@ -56,10 +56,14 @@ class GroupEntry(Schema):
 
 
 class LayoutEntry(Schema):
-    """The KV cache: tokens of a block, groups of layers, bytes of a token in each buffer."""
+    """The KV cache: tokens of a block, groups of layers, bytes of a token in each buffer.
+
+    ``order`` is the order of the bytes in a block; files without it were written when there were rows alone on CPUs.
+    """
 
     block_size: Annotated[int, Field(ge=1, le=1024)]
     dtype: Name
+    order: Name = "rows"
     groups: Annotated[list[GroupEntry], Field(min_length=1, max_length=4096)]
     slots: Annotated[list[Annotated[list[Size], Field(max_length=2)]], Field(max_length=4096)]
 
@@ -244,6 +248,8 @@ def mismatch(facts: PrefixFacts, weights: str, layout: LayoutEntry) -> str | Non
         return f"it has blocks of {mine.block_size} tokens, the server's KV cache of {given.block_size}"
     if mine.dtype != given.dtype:
         return f"it is {mine.dtype}, the server's KV cache {given.dtype}"
+    if mine.order != given.order:
+        return f"its bytes lie in the order '{mine.order}', those of the server's KV cache '{given.order}'"
     if mine != given:
         return "the layers lie otherwise in the server's KV cache"
     here = computed_here()

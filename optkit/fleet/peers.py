@@ -228,7 +228,7 @@ def layout_digest(engine: Engine) -> str:
         "here": computed_here(),
     }
     if isinstance(runner, ModelRunner):
-        facts["layout"] = layout_entry(runner.layout, runner.block_size, runner.kv_dtype).model_dump()
+        facts["layout"] = layout_entry(runner).model_dump()
         facts["compiled"] = is_compiled(runner)
         facts["device"] = runner.pools.device
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

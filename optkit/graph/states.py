@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from optkit.kernels.kv_rows import KV_SCALE_BYTES
+from optkit.kernels.kv_rows import KV_SCALE_BYTES, is_interleaved
 
 if TYPE_CHECKING:
     import torch
@@ -84,6 +84,10 @@ class KVSpec:
     def row_dims(self) -> tuple[int, ...]:
         """The channels of a head's row in each pool."""
         return (self.head_dim,) if self.latent else (self.head_dim, self.v_head_dim)
+
+    def is_interleaved(self, block_size: int) -> bool:
+        """True where pools on a CPU, of blocks of so many tokens, are interleaved (``reference_attention``)."""
+        return self.dtype == "int8" and not self.latent and is_interleaved(block_size, *self.row_dims)
 
     @property
     def token_bytes(self) -> int:

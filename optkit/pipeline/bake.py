@@ -301,7 +301,7 @@ class Tree:
             version=1,
             weights=weights_digest(artifact.manifest),
             computed_by=computed_here(),
-            layout=layout_entry(runner.layout, runner.block_size, runner.kv_dtype),
+            layout=layout_entry(runner),
             prompts=[
                 PromptEntry(name=name, tokens=self.length(node) * runner.block_size, node=node)
                 for name, node in self.ends.items()

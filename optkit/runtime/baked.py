@@ -15,11 +15,11 @@ from optkit.artifact.prefix import (
     read_facts,
     weights_digest,
 )
+from optkit.graph.states import KV_DTYPES
 from optkit.runtime.kv.pins import PinRefused
 
 if TYPE_CHECKING:
     from optkit.artifact.open import Artifact
-    from optkit.graph.kv_layout import KVLayout
     from optkit.runtime.engine import Engine
     from optkit.runtime.runner import ModelRunner
 
@@ -34,14 +34,20 @@ def is_compiled(runner: ModelRunner) -> bool:
     return getattr(runner.model, "special", None) is not None
 
 
-def layout_entry(layout: KVLayout, block_size: int, dtype: str) -> LayoutEntry:
-    """``layout`` as data."""
+def layout_entry(runner: ModelRunner) -> LayoutEntry:
+    """The layout of the runner's KV cache as data."""
+    layout, block_size = runner.layout, runner.block_size
+    specs = [spec for group in layout.groups for spec in group.layers]
+    if runner.pools.device == "cpu":
+        order = "interleaved" if any(spec.is_interleaved(block_size) for spec in specs) else "rows"
+    else:
+        order = "planes" if any(KV_DTYPES[spec.dtype][1] for spec in specs) else "rows"
     groups = [
         GroupEntry(window=g.window, fraction=g.fraction, layers=[spec.layer for spec in g.layers])
         for g in layout.groups
     ]
     slots = [list(slot) for slot in layout.slots]
-    return LayoutEntry(block_size=block_size, dtype=dtype, groups=groups, slots=slots)
+    return LayoutEntry(block_size=block_size, dtype=runner.kv_dtype, order=order, groups=groups, slots=slots)
 
 
 def adopt_baked(engine: Engine, artifact: Artifact, runner: ModelRunner) -> None:
@@ -53,7 +59,7 @@ def adopt_baked(engine: Engine, artifact: Artifact, runner: ModelRunner) -> None
     if not has_prefix(artifact.directory):
         return
     facts = read_facts(artifact.directory)
-    layout = layout_entry(runner.layout, runner.block_size, runner.kv_dtype)
+    layout = layout_entry(runner)
     reason = mismatch(facts, weights_digest(artifact.manifest), layout)
     if reason is None and is_compiled(runner):
         reason = COMPILED

@@ -6,6 +6,8 @@ import json
 import logging
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +17,12 @@ from optkit.artifact.open import Artifact
 from optkit.artifact.prefix import BLOCKS_FILE, FACTS_FILE, read_prefix
 from optkit.errors import UserError
 from optkit.graph.kv_layout import kv_layout
+from optkit.graph.states import KVSpec
 from optkit.lowering.lower import Executable
 from optkit.passes.resolve import resolve_passes
 from optkit.pipeline import bake, publish
 from optkit.pipeline.bake import Tree, check_prompts, equal
+from optkit.runtime.baked import layout_entry
 from optkit.runtime.engine import Engine
 from optkit.runtime.factory import open_engine
 from optkit.runtime.types import EngineRequest, SamplingParams
@@ -370,6 +374,44 @@ def test_blocks_that_do_not_fit_are_not_read(
     assert "blocks of 8 tokens" in lines_of(caplog)[0]
     with pytest.raises(UserError, match="not a safetensors file"):
         open_engine(str(other))
+
+
+def test_blocks_of_another_order_of_bytes_are_not_read(
+    baked: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = copy(baked, tmp_path / "other")
+    facts = json.loads((other / FACTS_FILE).read_text())
+    assert facts["layout"].pop("order") == "rows"
+    (other / FACTS_FILE).write_text(json.dumps(facts))
+    assert open_engine(str(other)).pins()  # written before there were other orders
+    facts["layout"]["order"] = "interleaved"
+    (other / FACTS_FILE).write_text(json.dumps(facts))
+    with caplog.at_level(logging.WARNING):
+        assert not open_engine(str(other)).pins()
+    assert "its bytes lie in the order 'interleaved'" in lines_of(caplog)[0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "block_size", "device", "order"),
+    [
+        (KVSpec(0, 2, 64, 64, "int8"), 32, "cpu", "interleaved"),
+        (KVSpec(0, 2, 64, 64, "int8"), 8, "cpu", "rows"),
+        (KVSpec(0, 2, 64, 64), 32, "cpu", "rows"),
+        (KVSpec(0, 1, 64, 32, "int8", latent=True), 32, "cpu", "rows"),
+        (KVSpec(0, 2, 64, 64, "int8"), 32, "cuda", "planes"),
+        (KVSpec(0, 2, 64, 64, "float16"), 32, "cuda", "rows"),
+    ],
+)
+def test_the_order_of_bytes_is_a_part_of_the_layout(
+    spec: KVSpec, block_size: int, device: str, order: str
+) -> None:
+    runner: Any = SimpleNamespace(
+        layout=kv_layout([spec]),
+        block_size=block_size,
+        kv_dtype=spec.dtype,
+        pools=SimpleNamespace(device=device),
+    )
+    assert layout_entry(runner).order == order
 
 
 def test_two_prompts_of_a_name_are_refused(baked: Path, tmp_path: Path) -> None:

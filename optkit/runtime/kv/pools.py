@@ -26,7 +26,7 @@ from optkit.graph.states import (
     sequence_bytes,
     token_bytes,
 )
-from optkit.kernels.kv_rows import WORD, is_interleaved
+from optkit.kernels.kv_rows import WORD
 from optkit.runtime.draft_tree import Move
 from optkit.runtime.info import MemoryPlan
 from optkit.runtime.kv.windows import held_blocks
@@ -154,7 +154,7 @@ def token_views(spec: KVSpec, pools: Mapping[str, np.ndarray]) -> list[tuple[np.
     """
     found = [pools[name] for name in spec.inputs]
     size = found[0].shape[1]
-    if spec.latent or spec.dtype != "int8" or not is_interleaved(size, *spec.row_dims):
+    if not spec.is_interleaved(size):
         return [(pool, False) for pool in found]
     views: list[tuple[np.ndarray, bool]] = []
     for pool, dim, is_value in zip(found, spec.row_dims, (False, True), strict=True):
