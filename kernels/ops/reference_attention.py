@@ -226,11 +226,13 @@ def read_kv(
     """K and V [length, Hkv, D] of the first ``length`` tokens of a sequence from its blocks; no V of latent KV."""
     if v_cache is None:
         return gather_kv(k_cache, blocks, length), None
-    gather = gather_interleaved if interleaved(k_cache, v_cache) else gather_kv
-    return gather(k_cache, blocks, length), gather(v_cache, blocks, length, is_value=True)
+    if interleaved(k_cache, v_cache):
+        keys = gather_interleaved(k_cache, blocks, length, is_value=False)
+        return keys, gather_interleaved(v_cache, blocks, length, is_value=True)
+    return gather_kv(k_cache, blocks, length), gather_kv(v_cache, blocks, length)
 
 
-def gather_interleaved(cache: Tensor, blocks: Tensor, length: int, is_value: bool = False) -> Tensor:
+def gather_interleaved(cache: Tensor, blocks: Tensor, length: int, is_value: bool) -> Tensor:
     """``gather_kv`` from an interleaved pool."""
     used = blocks[: -(-length // cache.shape[1])].long()
     codes, scales = (view[used] for view in interleaved_views(cache, is_value))
@@ -238,7 +240,7 @@ def gather_interleaved(cache: Tensor, blocks: Tensor, length: int, is_value: boo
     return codes[:length].to(torch.float32) * scales.flatten(0, 1)[:length, :, None]
 
 
-def gather_kv(cache: Tensor, blocks: Tensor, length: int, is_value: bool = False) -> Tensor:
+def gather_kv(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
     """The first ``length`` tokens [length, Hkv, D] of a sequence from its blocks, of rows or planes."""
     used = blocks[: -(-length // cache.shape[1])]
     if is_planar(cache):

@@ -176,9 +176,11 @@ class _Known:
         self.num_open = min(self.num_open, reported + len(self.backlog.sent))
         self.num_others = max(0, reported - self.num_open - len(self.ended))
 
-    def end(self) -> None:
-        """Count the end of a request of this router."""
+    def end(self, now: float, *, is_reported: bool = True) -> None:
+        """Count the end of a request of this router, which is in the last report or not."""
         self.num_open = max(0, self.num_open - 1)
+        if is_reported:
+            self.ended.append(now)
 
     @property
     def cold_order(self) -> tuple[int, int]:
@@ -322,16 +324,15 @@ class Router:
         self.index.disappoint(decision.holder, decision.keys, decision.expected_until)
         for name, seconds in decision.charges:
             if known := self._known.get(name):
-                is_reported = not known.backlog.take_back(seconds, self.clock(), decision.at)
+                now = self.clock()
+                is_reported = not known.backlog.take_back(seconds, now, decision.at)
                 if name == decision.replica_id:
-                    known.end()
-                    known.ended.extend([self.clock()] * is_reported)
+                    known.end(now, is_reported=is_reported)
 
     def ended(self, decision: Decision) -> None:
         """An answered request has ended."""
         if known := self._known.get(decision.replica_id):
-            known.end()
-            known.ended.append(self.clock())
+            known.end(self.clock())
 
     # -- parts of a decision ---------------------------------------------------------------------------
 

@@ -111,15 +111,16 @@ struct Scratch {
     int32_t* q_sums;
     uint8_t *weights, *halves;
     Sums part, total;
-    const char *keys[kTile], *values[kTile];  // of rows; of interleaved tokens the first word
-    uint8_t lanes[kTile];                     // of interleaved tokens: the byte of the words of `values`
-    Lines key_lines, value_lines;             // these three lines are for an int8 cache
-    Lines next_keys, next_values;             // of interleaved codes: what to ask memory for meanwhile
-    bool scattered, lines_ahead;              // interleaved tokens lie anywhere: `keys` and `values` hold, no lines; `next_keys` hold
-    Tile* asked;                        // the tile asked for last, whose rest is `ahead`; of the thread
-    Tile following;                     // the first tile that the thread is likely to read after the item
-    Ahead ahead;
-    const uint8_t* selected = nullptr;  // the tiles to read, a byte each; null: all
+    Tile* asked;                              // the tile asked for last, whose rest is `ahead`; of the thread
+    const char *keys[kTile] = {}, *values[kTile] = {};  // of rows; of interleaved tokens the first word
+    uint8_t lanes[kTile] = {};                // of interleaved tokens: the byte of the words of `values`
+    Lines key_lines = {}, value_lines = {};   // these three lines are for an int8 cache
+    Lines next_keys = {}, next_values = {};   // of interleaved codes: what to ask memory for meanwhile
+    bool scattered = false;                   // interleaved tokens lie anywhere: `keys` and `values` hold, no lines
+    bool lines_ahead = false;                 // `next_keys` and `next_values` hold
+    Tile following = {};                      // the first tile that the thread is likely to read after the item
+    Ahead ahead = {};
+    const uint8_t* selected = nullptr;        // the tiles to read, a byte each; null: all
 };
 
 // What a thread needs to select tiles; see attention_sparse.h for the layouts.
@@ -157,7 +158,7 @@ Scratch scratch_of_thread(const Problem& p, int64_t rows) {
     std::memset(parts[4], 0, zeros * sizeof(float));
     return {parts[0], parts[1], parts[2], parts[3], parts[4], parts[5], parts[6], parts[7], parts[8], parts[9],
             reinterpret_cast<int32_t*>(parts[10]), reinterpret_cast<uint8_t*>(parts[11]),
-            reinterpret_cast<uint8_t*>(parts[12]), sums_at(p, parts[13], rows), sums_at(p, parts[14], rows), {}, {}, {}, {}, {}, {}, {}, false, false, &asked, {}, {}, nullptr};
+            reinterpret_cast<uint8_t*>(parts[12]), sums_at(p, parts[13], rows), sums_at(p, parts[14], rows), &asked};
 }
 
 Selection selection_of_thread(const Problem& p, int64_t tiles) {

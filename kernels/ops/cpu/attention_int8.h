@@ -91,9 +91,9 @@ OPTKIT_TARGET OPTKIT_INLINE void begin_sums(I::Ints (&acc)[R][NV], const int32_t
 // scores[r][0..16 NV) = q[.][r] . k[n][.][0..16), times both scales, plus `v_log`. A query's second halves lie behind all
 // first ones.
 template <bool AHEAD, int R, int NV>
-OPTKIT_TARGET void score_int8_tile(const uint8_t* q, const uint32_t* const* k, const uint32_t* const* next, int64_t k_step, int words,
-                                   const float* q_scale, const int32_t* q_sums, const float* k_scale, const float* v_log,
-                                   float* scores) {
+OPTKIT_TARGET void score_int8_tile(const uint8_t* q, const uint32_t* const* k, const uint32_t* const* next,
+                                   int64_t k_step, int words, const float* q_scale, const int32_t* q_sums,
+                                   const float* k_scale, const float* v_log, float* scores) {
     constexpr int word = R * sizeof(uint32_t);
     const uint32_t *lines[NV], *after[NV];
 #pragma GCC unroll 8
@@ -116,9 +116,9 @@ OPTKIT_TARGET void score_int8_tile(const uint8_t* q, const uint32_t* const* k, c
 }
 
 template <bool AHEAD, int R, int NV = S::tile_vecs>
-OPTKIT_TARGET void score_int8_block(const uint8_t* q, const uint32_t* const* k, const uint32_t* const* next, int64_t k_step, int words,
-                                    const float* q_scale, const int32_t* q_sums, const float* k_scale, const float* v_log,
-                                    int vecs, float* scores) {
+OPTKIT_TARGET void score_int8_block(const uint8_t* q, const uint32_t* const* k, const uint32_t* const* next,
+                                    int64_t k_step, int words, const float* q_scale, const int32_t* q_sums,
+                                    const float* k_scale, const float* v_log, int vecs, float* scores) {
     constexpr int N = NV * kLanes;
     for (; vecs >= NV; vecs -= NV, k += NV, next += NV, k_scale += N, v_log += N, scores += N)
         score_int8_tile<AHEAD, R, NV>(q, k, next, k_step, words, q_scale, q_sums, k_scale, v_log, scores);
@@ -149,7 +149,8 @@ OPTKIT_TARGET OPTKIT_INLINE void add_values(I::Ints (&acc)[R][NV], const uint8_t
 // zero point of values.
 template <bool AHEAD, int R, int NV>
 OPTKIT_TARGET void weigh_int8_tile(const uint8_t* weights, const float* rescale, const float* step, const int32_t* sums,
-                                   const Lines& v, const Lines& next, int64_t width, int64_t column, int start, int stop, float* out) {
+                                   const Lines& v, const Lines& next, int64_t width, int64_t column, int start, int stop,
+                                   float* out) {
     I::Ints acc[R][NV];
     begin_sums(acc, sums);
     add_values<0, AHEAD>(acc, weights, v, next, column, start, stop);
@@ -166,7 +167,8 @@ OPTKIT_TARGET void weigh_int8_tile(const uint8_t* weights, const float* rescale,
 
 template <bool AHEAD, int R, int NV = S::tile_vecs>
 OPTKIT_TARGET void weigh_int8_block(const uint8_t* weights, const float* rescale, const float* step, const int32_t* sums,
-                                    const Lines& v, const Lines& next, int64_t width, int64_t column, int start, int stop, float* out) {
+                                    const Lines& v, const Lines& next, int64_t width, int64_t column, int start, int stop,
+                                    float* out) {
     for (; width - column >= NV * kLanes; column += NV * kLanes)
         weigh_int8_tile<AHEAD, R, NV>(weights, rescale, step, sums, v, next, width, column, start, stop, out);
     if constexpr (NV > 1)
@@ -239,15 +241,15 @@ struct OnInt8 {
     OPTKIT_TARGET static void pack_tile(const Problem& p, int, int count, Scratch& scratch) {
         constexpr bool as_they_lie = I::key_zero && !I::value_zero;  // the zero points of interleaved codes
         if (!p.interleaved) return pack_rows(p, count, scratch, I::key_zero);
-        if (read_all_scales(p, count, scratch) || scratch.scattered || !as_they_lie)
-            pack_lines(p, count, scratch, !I::key_zero, I::value_zero);
+        if (read_all_scales(count, scratch) || scratch.scattered || !as_they_lie)
+            pack_lines(p, count, scratch, I::key_zero);
     }
 
     // The same into Scratch.k and Scratch.v, with signed keys.
     OPTKIT_TARGET static void pack_signed(const Problem& p, int count, Scratch& scratch) {
         if (!p.interleaved) return pack_rows(p, count, scratch, false);
-        read_all_scales(p, count, scratch);
-        pack_lines(p, count, scratch, true, I::value_zero);
+        read_all_scales(count, scratch);
+        pack_lines(p, count, scratch, false);
     }
 
     template <int R>
@@ -320,13 +322,11 @@ struct OnInt8 {
                 for (int i = j; i < j + kLanes; ++i)
                     if (!(scratch.v_scale[i] >= kSmallestScale)) scratch.values[i] = reinterpret_cast<const char*>(scratch.zeros);
         interleave_values(p, count, scratch);
-        const int words = I::value_zero ? (count + 3) / 4 * p.width : 0;
-        for (int w = 0; w < words; w += kLanes) flip_signs(scratch.v + w);
-        read_scratch(p, scratch);
+        read_scratch(p, count, scratch);
     }
 
-    // Interleaved codes copied, with other zero points of keys and values where wanted.
-    OPTKIT_TARGET static void pack_lines(const Problem& p, int count, Scratch& scratch, bool flip_keys, bool flip_values) {
+    // Interleaved codes copied, keys with their zero point or signed.
+    OPTKIT_TARGET static void pack_lines(const Problem& p, int count, Scratch& scratch, bool zero_point) {
         auto *k = reinterpret_cast<uint32_t*>(scratch.k), *v = reinterpret_cast<uint32_t*>(scratch.v);
         if (scratch.scattered)
             gather(p, count, scratch, k, v);
@@ -337,11 +337,9 @@ struct OnInt8 {
                 const uint32_t others = ~(255u << j % 4 * 8);
                 for (int d = 0; d < p.width; ++d) v[j / 4 * p.width + d] &= others;
             }
-        for (int w = 0; flip_keys && w < p.depth / 4; ++w)
+        for (int w = 0; !zero_point && w < p.depth / 4; ++w)
             for (int j = 0; j < count; j += kLanes) flip_signs(k + w * kTile + j);
-        const int words = flip_values ? (count + 3) / 4 * p.width : 0;
-        for (int w = 0; w < words; w += kLanes) flip_signs(v + w);
-        read_scratch(p, scratch);
+        read_scratch(p, count, scratch);
     }
 
     // Sixteen tokens of the tile from `j` on.
@@ -366,8 +364,10 @@ struct OnInt8 {
         }
     }
 
-    // What is multiplied lies in Scratch.k and Scratch.v.
-    OPTKIT_TARGET OPTKIT_INLINE static void read_scratch(const Problem& p, Scratch& scratch) {
+    // What is multiplied lies in Scratch.k and Scratch.v, whose signed values get their zero point.
+    OPTKIT_TARGET OPTKIT_INLINE static void read_scratch(const Problem& p, int count, Scratch& scratch) {
+        const int words = I::value_zero ? (count + 3) / 4 * p.width : 0;
+        for (int w = 0; w < words; w += kLanes) flip_signs(scratch.v + w);
         for (int n = 0; n < kTileVecs; ++n) {
             scratch.key_lines.of[n] = reinterpret_cast<const uint32_t*>(scratch.k) + n * kLanes;
             scratch.value_lines.of[n] = reinterpret_cast<const uint32_t*>(scratch.v) + n * kLanes / 4 * p.width;
@@ -378,7 +378,7 @@ struct OnInt8 {
     }
 
     // True where a value of interleaved codes counts as zeros and isn't.
-    OPTKIT_TARGET static bool read_all_scales(const Problem&, int count, Scratch& scratch) {
+    OPTKIT_TARGET static bool read_all_scales(int count, Scratch& scratch) {
         bool found = false;
         for (int j = 0; j < count; j += kLanes)
             if (read_scales(j, scratch))

@@ -26,19 +26,17 @@ OPTKIT_TARGET inline void pack_groups(const Problem& p, const Item& item, float*
 
 // The keys of the tile that `locate` found.
 OPTKIT_TARGET inline void widen_keys(const Problem& p, const Scratch& scratch, float* to) {
-    for (int j = 0; j < kTile && p.interleaved; ++j) {
-        const auto* codes = reinterpret_cast<const uint8_t*>(scratch.key_lines.of[j / kLanes] + j % kLanes);
-        for (int d = 0; d < p.depth_bytes; ++d)
-            to[j * p.depth_bytes + d] =
-                d < p.dim ? static_cast<float>(codes[d / 4 * 4 * p.block_size + d % 4] - 128) * scratch.k_scale[j] : 0.0f;
-    }
-    for (int j = 0; j < kTile && !p.interleaved; ++j, to += p.depth_bytes) {
-        const int8_t* codes = reinterpret_cast<const int8_t*>(scratch.keys[j]);
+    for (int j = 0; j < kTile; ++j, to += p.depth_bytes) {
         const float scale = scratch.k_scale[j];
-        if (p.int8_cache)
+        if (p.interleaved) {
+            const auto* codes = reinterpret_cast<const uint8_t*>(scratch.key_lines.of[j / kLanes] + j % kLanes);
+            for (int d = 0; d < p.dim; ++d) to[d] = static_cast<float>(codes[d / 4 * 4 * p.block_size + d % 4] - 128) * scale;
+        } else if (p.int8_cache) {
+            const auto* codes = reinterpret_cast<const int8_t*>(scratch.keys[j]);
             for (int d = 0; d < p.dim; ++d) to[d] = static_cast<float>(codes[d]) * scale;
-        else
-            std::memcpy(to, codes, p.dim * sizeof(float));
+        } else {
+            std::memcpy(to, scratch.keys[j], p.dim * sizeof(float));
+        }
         for (int d = p.dim; d < p.depth_bytes; ++d) to[d] = 0.0f;
     }
 }
