@@ -117,6 +117,8 @@ class TokenKV:
     missing in the window of a query changes what ``write_and_read`` returns; to read a block given back is an error.
     """
 
+    is_multi_step = False
+
     def __init__(self, num_blocks: int, block_size: int, windows: tuple[int, ...] = (0,)) -> None:
         self.num_blocks, self.block_size, self.kv_windows = num_blocks, block_size, windows
         self.slots = np.full(num_blocks * block_size, EMPTY, dtype=np.int64)

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
+from typing import cast
 
 import numpy as np
 
-from optkit.graph.kv_layout import kv_layout, with_tables
+from optkit.graph.kv_layout import kv_layout, table_inputs, with_tables
 from optkit.graph.states import KV_DTYPES, STATE_SLOTS, KVSpec, StateSpec, kv_of, numpy_dtype
-from optkit.kernels.cpu.call_list import CallList
+from optkit.kernels.cpu.call_list import LOGITS, CallList
+from optkit.kernels.cpu.decode_steps import Choice, Outlet, decode
 from optkit.lowering.by_tokens import ByTokens
 
 # The dtypes of the batch inputs (docs/architecture.md); tables of further groups have those of the first.
@@ -61,6 +63,20 @@ class SavedVariant:
         self.calls.inputs[:] = [*addresses, result.ctypes.data]
         self.calls.run(sizes)
         return result
+
+    def decode(
+        self,
+        addresses: Sequence[int],
+        sizes: Sequence[int],
+        batch: Mapping[str, np.ndarray],
+        tables: Sequence[tuple[str, str]],
+        choice: Choice,
+        outlet: Outlet,
+    ) -> np.ndarray:
+        """The tokens of decode steps (``optkit.kernels.cpu.decode_steps.decode``) on inputs at ``addresses``."""
+        logits = np.empty((sizes[LOGITS], self.width), np.float32)
+        self.calls.inputs[:] = [*addresses, logits.ctypes.data]
+        return decode(self.calls, sizes, logits, batch, tables, choice, outlet)
 
     def timed(self, calls: CallList, number: int, add: Add, ran: Callable[[int, int], None]) -> SavedVariant:
         """A copy that runs ``calls`` and records each step: as op ``number`` by ``add``, and as a run by ``ran``."""
@@ -114,25 +130,50 @@ class SavedModel(ByTokens[SavedVariant]):
         self.dtypes = BATCH_DTYPES | {name: BATCH_DTYPES[base] for name, base in self.further_inputs.items()}
         self._memory = memory
 
-    def step_on(self, pools: Mapping[str, np.ndarray]) -> Callable[[Mapping[str, np.ndarray]], np.ndarray]:
-        """The step of the model on ``pools``: takes the flattened token batch, gives logits [L, V] float32.
+    def step_on(self, pools: Mapping[str, np.ndarray]) -> SavedStep:
+        """The step of the model on ``pools``.
 
         Raises:
             ValueError: a pool has another shape or type than the model's layers write.
         """
         check_pools(self.states, pools)
-        at = {name: pool.ctypes.data for name, pool in pools.items()}
-        block_size = pools[self.kv_specs[0].inputs[0]].shape[1] if self.kv_specs else 0
+        return SavedStep(self, pools)
 
-        def step(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-            arrays = with_tables(arrays, self.further_inputs)
-            tokens, rows = len(arrays["input_ids"]), len(arrays["logits_index"])
-            sizes = (tokens, rows, len(arrays["seq_lens"]), arrays["block_tables"].shape[1], block_size)
-            variant = self.variant(tokens)
-            places = {**self._places(arrays), **at}
-            return variant.run([places[name] for name in variant.inputs], sizes, rows)
 
-        return step
+class SavedStep:
+    """The step of ``model`` on ``pools``, which were checked."""
+
+    def __init__(self, model: SavedModel, pools: Mapping[str, np.ndarray]) -> None:
+        self._model = model
+        self._pools = {name: pool.ctypes.data for name, pool in pools.items()}
+        specs = model.kv_specs
+        self._block_size = pools[specs[0].inputs[0]].shape[1] if specs else 0
+        groups = range(1 + len(model.further_inputs) // len(table_inputs(0)))
+        self._tables = [cast("tuple[str, str]", table_inputs(group)) for group in groups]
+
+    def __call__(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Logits [L, V] float32 of the flattened token batch ``arrays``."""
+        variant, arrays, addresses, sizes = self._prepared(arrays)
+        return variant.run(addresses, sizes, sizes[LOGITS])
+
+    def decode(self, arrays: Mapping[str, np.ndarray], choice: Choice, outlet: Outlet) -> np.ndarray:
+        """The tokens [n, S] int64 of decode steps, the first on ``arrays``, which are changed.
+
+        See ``optkit.kernels.cpu.decode_steps.decode``.
+        """
+        variant, arrays, addresses, sizes = self._prepared(arrays)
+        return variant.decode(addresses, sizes, arrays, self._tables, choice, outlet)
+
+    def _prepared(
+        self, arrays: Mapping[str, np.ndarray]
+    ) -> tuple[SavedVariant, Mapping[str, np.ndarray], list[int], tuple[int, ...]]:
+        """The variant for a step, all its arrays, the addresses of its inputs, and the sizes of the batch."""
+        arrays = with_tables(arrays, self._model.further_inputs)
+        tokens, rows = len(arrays["input_ids"]), len(arrays["logits_index"])
+        sizes = (tokens, rows, len(arrays["seq_lens"]), arrays["block_tables"].shape[1], self._block_size)
+        variant = self._model.variant(tokens)
+        places = {**self._places(arrays), **self._pools}
+        return variant, arrays, [places[name] for name in variant.inputs], sizes
 
     def _places(self, arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
         """The address of each of ``arrays``.
@@ -142,8 +183,8 @@ class SavedModel(ByTokens[SavedVariant]):
         """
         places = {}
         for name, array in arrays.items():
-            if array.dtype != self.dtypes[name] or not array.flags.c_contiguous:
-                raise ValueError(f"{name} must be dense {self.dtypes[name]}, not {array.dtype}")
+            if array.dtype != self._model.dtypes[name] or not array.flags.c_contiguous:
+                raise ValueError(f"{name} must be dense {self._model.dtypes[name]}, not {array.dtype}")
             places[name] = array.ctypes.data
         return places
 

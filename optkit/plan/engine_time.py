@@ -1,7 +1,7 @@
 """The engine's own time in a step: scheduler, tables and sampling, measured without a model.
 
 A decode of a small model takes a few milliseconds, of which the engine's Python is a part that no layer has. The engine
-runs here on a runner that returns random logits at once.
+runs here on a runner that returns random logits at once, several decode steps in a call where native kernels would.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from optkit.kernels.cpu import native, sampling
+from optkit.kernels.cpu.decode_steps import Choice, Outlet
 from optkit.runtime.draft_tree import Move
 from optkit.runtime.engine import Engine
 from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.types import Batch, BlockCopy, EngineRequest, SamplingParams, StateCopy
 
 COUNTS = (1, 8)  # sequences of a step
-STEPS = 40  # decodes that are measured; the median counts
+STEPS = 96  # decodes that are measured; the median counts
 PROMPT = 512
 
 
@@ -36,7 +38,7 @@ class NoModel:
 
     kv_bytes, state_bytes, weight_bytes, kv_dtype = 0, 0, 0, "float32"
     kv_windows: tuple[int, ...] = (0,)
-    num_ranks = 1
+    num_ranks, is_multi_step = 1, native.available()
 
     def __init__(self, vocab_size: int, num_blocks: int, block_size: int) -> None:
         self.vocab_size, self.num_blocks, self.block_size = vocab_size, num_blocks, block_size
@@ -47,6 +49,15 @@ class NoModel:
 
     def execute(self, batch: Batch) -> torch.Tensor:
         return self.logits[: sum(item.num_logits for item in batch.items)].clone()
+
+    def decode(self, batch: Batch, choice: Choice, outlet: Outlet) -> np.ndarray:
+        """Tokens [steps, S] of ``batch.num_steps`` steps; their sampling is a part of the engine's time."""
+        logits = self.logits[: len(batch.items)].numpy()
+        width = logits.shape[1]
+        rows = [
+            sampling.row(row, width, *each, 0.0) for row, each in zip(logits, choice.parameters, strict=True)
+        ]
+        return np.array([sampling.choose(rows, width) for _ in range(batch.num_steps)])
 
     def read_block(self, block: int) -> np.ndarray:
         return np.zeros(0, np.uint8)
@@ -82,15 +93,15 @@ def decode_seconds(vocab_size: int, count: int) -> float:
         enable_prefix_caching=False,
     )
     engine = Engine(NoModel(vocab_size, config.num_blocks, config.block_size), config)
-    sampling = SamplingParams(max_tokens=STEPS + 4, temperature=0.0)
+    greedy = SamplingParams(max_tokens=STEPS + 4, temperature=0.0)
     for index in range(count):
         prompt = (index + 1,) * PROMPT
         engine.add_request(
-            EngineRequest(request_id=str(index), prompt_ids=prompt, sampling=sampling, arrival=0.0)
+            EngineRequest(request_id=str(index), prompt_ids=prompt, sampling=greedy, arrival=0.0)
         )
     times = []
     while engine.has_work:
         start = time.perf_counter()
-        engine.step()
-        times.append(time.perf_counter() - start)
+        tokens = sum(len(output.token_ids) for output in engine.step())
+        times += [(time.perf_counter() - start) * count / tokens] * (tokens // count)
     return statistics.median(times[2:])

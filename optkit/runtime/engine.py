@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -32,6 +33,14 @@ from optkit.runtime.kv.offload import CorruptBlock, HostBlockStore
 from optkit.runtime.kv.peers import Peers
 from optkit.runtime.kv.pools import memory_plan
 from optkit.runtime.kv.shareable import note_step
+from optkit.runtime.multi_step import (
+    ANY_TOKEN,
+    MAX_STEPS,
+    MakeOutlet,
+    MultiStepRunner,
+    choice_of,
+    nowhere,
+)
 from optkit.runtime.pooling import MAX_TEXTS, Pooling
 from optkit.runtime.prefill import PinInfo
 from optkit.runtime.report import EngineReport, Mark
@@ -89,6 +98,7 @@ class Engine:
         wake: ends the sleep of a thread in wait of work.
         specprefill: the prompts that are scored before they are queued, of which a part is computed.
         peers: exchanges KV with other engines; None for an engine alone.
+        make_outlet: where the tokens of several decode steps in a call go at once.
     """
 
     scheduler_class: type[Scheduler] = Scheduler
@@ -127,6 +137,8 @@ class Engine:
         self.peers: Peers | None = None
         self.make_embedder: MakeEmbedder | None = None
         self._embedder: Embedder | None = None
+        self.make_outlet: MakeOutlet = nowhere
+        self._num_sent = 0  # tokens of each request of the step, which the outlet has taken
         self.specprefill = ScoringQueue(clock=clock)
         self._ids = itertools.count()
 
@@ -148,8 +160,10 @@ class Engine:
             batch, results = Batch(()), []
         self.observer.sampled()
         with self.turn:
-            outputs = self.logprobs.attach(batch, self.scheduler.update(batch, results))
+            outputs = self.scheduler.update(batch, results, self._num_sent)
+            outputs = self.logprobs.attach(batch, outputs)
             self.turn.notify_all()
+        self._num_sent = 0
         self.observer.end()
         return ended + outputs
 
@@ -158,7 +172,13 @@ class Engine:
         with self.turn:
             while self.abandoned:
                 self.scheduler.abort(self.abandoned.pop())
+            self.scheduler.most_steps = self._most_steps()
             return self._transfer(self.scheduler.schedule())
+
+    def _most_steps(self) -> int:
+        """Decode steps that may run one after another: several where nothing else wants a turn between them."""
+        turns = self.observer.is_on or self.specprefill.has_work or self.is_embedding
+        return MAX_STEPS if self.runner.is_multi_step and not turns else 1
 
     def settle(self) -> None:
         """Make the copies of KV between pool and store that are due. The caller has the turn."""
@@ -220,6 +240,8 @@ class Engine:
         """Run a batch. Returns for each item the tokens, None for a chunk with more to come, or the failure."""
         note_step(batch, self.config.few_tokens)
         try:
+            if batch.num_steps > 1 and (decoded := self._decode(batch)):
+                return decoded
             logits = self.logprobs.execute(batch)
             due = [item for item in batch.items if item.needs_logits]
             rows = first_rows(due)
@@ -239,6 +261,16 @@ class Engine:
             if len(batch.items) == 1:
                 return [MODEL_FAILED]
             return [self._run_alone(item) for item in batch.items]
+
+    def _decode(self, batch: Batch) -> list[Result]:
+        """Run up to ``batch.num_steps`` decode steps. Returns the tokens of each item; none if the first step fails."""
+        runner, sent = cast(MultiStepRunner, self.runner), self.scheduler.next_outputs(batch, ANY_TOKEN)
+        outlet = self.make_outlet(sent)
+        tokens = runner.decode(batch, choice_of(batch), outlet)
+        if not len(tokens):
+            return []
+        self._num_sent = len(tokens) - 1 if outlet.sink >= 0 else 0
+        return [tuple(each) for each in tokens.T.tolist()]
 
     def _run_alone(self, item: ScheduledRequest) -> Result:
         """Run an item of a batch that failed."""

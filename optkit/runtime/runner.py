@@ -16,6 +16,7 @@ import numpy as np
 
 from optkit.graph.kv_layout import ONE_GROUP, KVGroup, KVLayout, one_group, table_inputs
 from optkit.graph.states import STATE_SLOTS, KVSpec, StateSpec, sequence_bytes
+from optkit.lowering.saved_model import SavedStep
 from optkit.runtime.draft_tree import DraftTree, Move
 from optkit.runtime.kv.pools import HostPools, Pools, dtype_label
 from optkit.runtime.kv.windows import first_block
@@ -23,6 +24,8 @@ from optkit.runtime.types import Batch, BlockCopy, Request, ScheduledRequest, St
 
 if TYPE_CHECKING:
     import torch
+
+    from optkit.kernels.cpu.decode_steps import Choice, Outlet
 
 
 class ServableModel(Protocol):
@@ -57,6 +60,7 @@ class ModelRunner:
     """
 
     num_ranks = 1
+    is_multi_step = False
 
     def __init__(
         self,
@@ -79,6 +83,7 @@ class ModelRunner:
         self.pools = self._make_pools(where)
         self.kv_pools, self.state_pools = self.pools.kv, self.pools.states
         self._step = self.pools.bind(model)
+        self.is_multi_step = isinstance(self._step, SavedStep)
 
     def _make_pools(self, device: torch.device | str) -> Pools:
         sizes = (self.layout, self.model.states, self.num_blocks, self.block_size)
@@ -98,6 +103,12 @@ class ModelRunner:
         if count == 0:  # kernels need not handle zero rows: compute one and drop it
             arrays["logits_index"] = np.array([batch.num_tokens - 1], dtype=np.int64)
         return self.run(arrays)[:count]
+
+    def decode(self, batch: Batch, choice: Choice, outlet: Outlet) -> np.ndarray:
+        """The tokens of decode steps, see ``Runner.decode``. For models of native calls alone, without states."""
+        arrays = decode_inputs(batch, self.block_size, self.layout.groups, self.num_blocks)
+        assert isinstance(self._step, SavedStep)
+        return self._step.decode(arrays, choice, outlet)
 
     def run(self, arrays: Mapping[str, np.ndarray]) -> Any:
         """Logits of a step with the batch inputs ``arrays``."""
@@ -272,8 +283,11 @@ def new_tokens(batch: Batch) -> np.ndarray:
 
 
 def block_tables(batch: Batch, block_size: int, number: int, group: KVGroup, null: int) -> np.ndarray:
-    """[S, B] int32, padded with 0; only blocks with tokens up to the step, and from the first that a token reads."""
-    used = [-(-(item.request.num_held + item.num_new) // block_size) for item in batch.items]
+    """[S, B] int32, padded with 0; only blocks with tokens up to the last of the steps, and from the first that a token
+    reads.
+    """
+    ahead = batch.num_steps - 1
+    used = [-(-(item.request.num_held + item.num_new + ahead) // block_size) for item in batch.items]
     tables = np.zeros((len(used), max(used)), dtype=np.int32)
     for row, (item, count) in enumerate(zip(batch.items, used, strict=True)):
         table, first = item.request.block_tables[number], 0

@@ -542,11 +542,16 @@ class Batch:
     """The work of a step, in the order of the flattened token batch.
 
     ``transfers`` and ``state_copies`` come first, each in order.
+
+    Attributes:
+        num_steps: the most steps to compute one after another, each with the tokens of the one before. More than one
+            for decodes alone (``optkit.runtime.multi_step``).
     """
 
     items: tuple[ScheduledRequest, ...]
     transfers: tuple[Transfer | BlockCopy, ...] = ()
     state_copies: tuple[StateCopy, ...] = ()
+    num_steps: int = 1
 
     @property
     def num_tokens(self) -> int:
@@ -570,6 +575,7 @@ class Runner(Protocol):
     state_bytes: int  # memory of the recurrent states, with the checkpoints
     kv_dtype: str  # element type, in words
     num_ranks: int  # processes that share every layer of the model
+    is_multi_step: bool  # it computes several decode steps in a call (optkit.runtime.multi_step)
     kv_windows: tuple[
         int, ...
     ]  # window of each group of layers with block tables of its own; 0 keeps all tokens

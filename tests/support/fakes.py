@@ -8,9 +8,10 @@ import signal
 import time
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from optkit.cancellation import check_cancelled
 from optkit.errors import UserError
 from optkit.fleet.mock import TokenKV
 from optkit.kernels.cpu import native
+from optkit.kernels.cpu.decode_steps import Choice, Outlet
 from optkit.recipe.engine_options import EngineOptions
 from optkit.runtime.draft_tree import DraftTree
 from optkit.runtime.embedding import Embedder
@@ -26,7 +28,7 @@ from optkit.runtime.kv.offload import MemoryBlocks
 from optkit.runtime.sampling import sampler
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.structured.compiler import Grammars
-from optkit.runtime.types import Batch, ScheduledRequest, StateCopy
+from optkit.runtime.types import Batch, Failure, ScheduledRequest, StateCopy
 from tests.support.tiny_tokenizer import fast_tokenizer
 
 if TYPE_CHECKING:
@@ -50,6 +52,8 @@ class FakeRunner(TokenKV):
         nan_token: a prompt with the token gets NaN logits.
         die_token: a prompt with the token ends the process.
         remember: keep all batches; off for a server under load.
+        is_multi_step: several decode steps in a call, which an arrival seems to end at times.
+        sent: the frames of the steps in a call, which a socket would have got.
         slow_token: for a prompt with the token ``execute`` creates the file ``until.begun`` and computes until the
             file ``until`` exists, without a pause or, with ``parts``, in parts.
     """
@@ -75,8 +79,11 @@ class FakeRunner(TokenKV):
         parts: bool = False,
         num_states: int = 0,
         windows: tuple[int, ...] = (0,),
+        multi_step: bool = False,
     ) -> None:
         super().__init__(num_blocks, block_size, windows)
+        self.is_multi_step = multi_step
+        self.sent: list[bytes] = []
         self.slow_token, self.until, self.parts = slow_token, Path(until), parts
         self.vocab_size, self.step_delay, self.script = vocab_size, step_delay, script
         self.poison_token, self.nan_token, self.die_token = poison_token, nan_token, die_token
@@ -100,6 +107,37 @@ class FakeRunner(TokenKV):
             for back in reversed(range(item.num_logits))
         ]
         return np.stack(rows) if rows else np.zeros((0, self.vocab_size), dtype=np.float32)
+
+    def decode(self, batch: Batch, choice: Choice, outlet: Outlet) -> np.ndarray:
+        """Steps of ``execute`` on copies of the requests, with the tokens of the sampler of single steps."""
+        copies = [
+            replace(item.request, token_ids=list(item.request.token_ids), counts=None) for item in batch.items
+        ]
+        steps = list[list[int]]()
+        while len(steps) < batch.num_steps:
+            for copy, number in zip(copies, choice.uniforms[len(steps)], strict=True):
+                p = copy.sampling
+                assert number == (sampler.uniform(p.seed, copy.num_output) if p.temperature else 0.0)
+            try:
+                logits = self.execute(Batch(tuple(ScheduledRequest(copy, 1) for copy in copies)))
+            except RuntimeError:
+                break
+            tokens = sampler.sample(logits, copies)
+            if any(isinstance(token, Failure) for token in tokens):
+                break
+            steps.append(cast("list[int]", tokens))
+            stops = any(token in stop for token, stop in zip(steps[-1], choice.stops, strict=True))
+            if stops or len(steps) == batch.num_steps or sum(steps[-1]) % 5 == 0:
+                break
+            if outlet.sink >= 0:
+                frame = bytearray(outlet.frame)
+                for place, token in zip(outlet.places, steps[-1], strict=True):
+                    frame[place : place + 4] = token.to_bytes(4, "big")
+                self.sent.append(bytes(frame))
+            for copy, token in zip(copies, steps[-1], strict=True):
+                copy.num_computed = len(copy.token_ids)
+                copy.token_ids.append(token)
+        return np.array(steps, np.int64).reshape(len(steps), len(copies))
 
     def _compute_for_long(self) -> None:
         self.until.with_suffix(".begun").touch()

@@ -17,11 +17,14 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from optkit.kernels.cpu.decode_steps import Outlet
 from optkit.runtime.engine import MODEL_FAILED, Engine
 from optkit.runtime.kv.offload import CorruptBlock, MemoryBlocks
 from optkit.runtime.kv.rolling import RollingWindow
+from optkit.runtime.multi_step import ANY_TOKEN
 from optkit.runtime.overlap import OverlapEngine
 from optkit.runtime.prefill import NO_ROOM, NOT_CACHED, Prefill
+from optkit.runtime.process import ipc
 from optkit.runtime.sampling.proposer import SpeculationStats
 from optkit.runtime.sampling.sampler import BAD_LOGITS, sample
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
@@ -214,6 +217,11 @@ class UnreliableBlocks(MemoryBlocks):
         return super().read(host_block)
 
 
+def some_socket(outputs: Sequence[TokenOutput]) -> Outlet:
+    """The outlet of an engine in a process of its own."""
+    return Outlet((), 1, *ipc.frame_with_places(tuple(outputs), ANY_TOKEN))
+
+
 def sampling_params() -> st.SearchStrategy[SamplingParams]:
     """Random parameters; a device can sample most of them."""
     return st.builds(
@@ -245,6 +253,8 @@ class FaultyHistory(RuleBasedStateMachine):
         recurrent=st.booleans(),
         checkpoints=st.integers(0, 6),
         windows=st.sampled_from([(0,), (0,), (0, 3), (4,), (2, 7)]),
+        multi_step=st.booleans(),
+        sends=st.booleans(),
     )
     def start(
         self,
@@ -260,7 +270,12 @@ class FaultyHistory(RuleBasedStateMachine):
         recurrent: bool,
         checkpoints: int,
         windows: tuple[int, ...],
+        multi_step: bool,
+        sends: bool,
     ) -> None:
+        multi_step = multi_step and self.engine_class is Engine
+        guessing, recurrent = guessing and not multi_step, recurrent and not multi_step
+        blocks *= 1 + multi_step  # for more than one step fewer requests may wait for blocks
         recurrent = (
             recurrent and self.engine_class is Engine
         )  # steps of OverlapEngine run ahead of checkpoints
@@ -290,11 +305,14 @@ class FaultyHistory(RuleBasedStateMachine):
         self.store = UnreliableBlocks(max(host_blocks, 1), 8 * size)
         states = (requests + checkpoints) * recurrent
         sizes = {"num_blocks": blocks, "block_size": size, "vocab_size": VOCAB}
-        runner = FaultyRunner(self.faults, **sizes, num_states=states, windows=windows)
+        runner = FaultyRunner(self.faults, **sizes, num_states=states, windows=windows, multi_step=multi_step)
+        self.sent = runner.sent
         proposer = Guesser(self.answers, self.faults) if guessing and not recurrent else None
         self.engine = self.engine_class(runner, config, self.store, proposer, lambda: self.now)
         kv = self.engine.scheduler.kv
         kv.worth_saving = lambda: True
+        if sends:
+            self.engine.make_outlet = some_socket
         for name in ("admit", "grow", "publish"):
             self.faults.wrap(kv, name)
 
@@ -418,11 +436,18 @@ class FaultyHistory(RuleBasedStateMachine):
     @rule(times=st.integers(2, 8))
     def step(self, times: int) -> None:
         for _ in range(times):
-            for out in self.engine.step():
+            outputs = self.engine.step()
+            for out in [*self.take_sent(), *outputs]:
                 self.take(out)
             self.nobody_waits_too_long()
             self.consistent()
             self.now += 0.01
+
+    def take_sent(self) -> list[TokenOutput]:
+        """The outputs of several decode steps in a call, all but those of the last."""
+        frames = [ipc.from_worker.decode(frame[ipc.HEADER.size :]) for frame in self.sent]
+        self.sent.clear()
+        return [out for outputs in frames if isinstance(outputs, tuple) for out in outputs]
 
     def nobody_waits_too_long(self) -> None:
         timeout = self.engine.config.queue_timeout

@@ -138,6 +138,13 @@ class CallList:
                 self._run(first, run.stop - first)
                 first = run.stop
 
+    def decode(self, sizes: Sequence[int], steps: ctypes.Structure) -> int:
+        """Run decode steps one after another, as ``optkit.kernels.cpu.decode_steps`` prepares them; their number."""
+        self._sizes[:] = list(sizes)
+        self._place_arenas(sizes)
+        arguments = self._native_arguments(0, self.num_calls)
+        return int(native.library().optkit_decode_steps(*arguments, ctypes.addressof(steps)))
+
     def workspace_bytes(self, sizes: Sequence[int]) -> int:
         """Bytes of working memory for a batch of these ``sizes``."""
         tokens = self.blocks.tokens(sizes[TOKENS], native.threads())

@@ -26,6 +26,9 @@ FUNCTION(int64_t, run_program, const void* calls, int64_t count, const void* arg
 FUNCTION(int64_t, run_program_recorded, const void* calls, int64_t count, const void* arguments, const int64_t* sizes,
          const int64_t* inputs, const int64_t* arenas, void* block_memory, int64_t block_tokens, int64_t token_bytes,
          int threads, void* records, int64_t capacity, int64_t* used, int64_t first_op)
+FUNCTION(int64_t, decode_steps, const void* calls, int64_t count, const void* arguments, const int64_t* sizes,
+         const int64_t* inputs, const int64_t* arenas, void* block_memory, int64_t block_tokens, int64_t token_bytes,
+         int threads, const void* decode)
 FUNCTION(int64_t, ticks, void)
 FUNCTION(void, sparse_tiles, int64_t* counts)
 FUNCTION(int64_t, region_bytes, int64_t ranks)

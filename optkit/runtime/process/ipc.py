@@ -12,6 +12,7 @@ import struct
 
 import msgspec
 
+from optkit.kernels.cpu.decode_steps import TOKEN_BYTES
 from optkit.recipe.engine_options import EngineOptions
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.kv.peers import PeerSetup
@@ -22,6 +23,7 @@ from optkit.runtime.types import EngineRequest, EngineStats, TokenOutput
 
 MAX_FRAME = 32 * 2**20  # a prompt of a million tokens is 5 MB
 HEADER = struct.Struct(">I")
+UINT32 = struct.Struct(">BI")  # of msgpack: 0xCE and the number
 
 
 class ProtocolError(Exception):
@@ -191,6 +193,25 @@ def frame(message: ToWorker | FromWorker) -> bytes:
     if len(body) > MAX_FRAME:
         raise ProtocolError(f"a message of {len(body)} bytes is larger than {MAX_FRAME}")
     return HEADER.pack(len(body)) + body
+
+
+def frame_with_places(outputs: Outputs, token: int) -> tuple[bytes, list[int]]:
+    """The frame of ``outputs``, which have ``token`` each, and the place of each token's four bytes in the frame.
+
+    Raises:
+        ValueError: ``token`` takes another number of bytes, or an output has not this one token.
+    """
+    if not 2**16 <= token < 2**32 or any(output.token_ids != (token,) for output in outputs):
+        raise ValueError(f"each output must have the token {token} alone, of 2^16 to 2^32 - 1")
+    data, packed = (
+        frame(outputs),
+        UINT32.pack(0xCE, token),
+    )  # no text in UTF-8 has 0xCE before a byte below 0x80
+    places, start = list[int](), 0
+    for _ in outputs:
+        start = data.index(packed, start) + UINT32.size
+        places.append(start - TOKEN_BYTES)
+    return data, places
 
 
 def body_length(header: bytes | bytearray) -> int:

@@ -32,11 +32,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from optkit.errors import UserError
+from optkit.kernels.cpu.decode_steps import Outlet
 from optkit.kernels.cpu.threads import set_threads
 from optkit.machine import logs
 from optkit.machine.parent import die_with_parent, leave_signals_to_parent
 from optkit.machine.target import usable_cores
 from optkit.runtime.info import EngineInfo
+from optkit.runtime.multi_step import ANY_TOKEN
 from optkit.runtime.process import ipc
 from optkit.runtime.process.profiler import WHILE_WRITING_SECONDS, EngineProfiler
 from optkit.runtime.saving import has_saved
@@ -85,6 +87,7 @@ class Worker:
         self._last_sent, self._stats_sent = time.monotonic(), 0.0
         self._profiler = EngineProfiler(engine)
         engine.departed, engine.wake = self._departed, self._wake
+        engine.make_outlet = self._outlet
         engine.scheduler.announce = self._announce
 
     def serve(self) -> None:
@@ -117,6 +120,11 @@ class Worker:
 
     def _announce(self, request_ids: Sequence[str]) -> None:
         self._post(ipc.Begun(tuple(request_ids)))
+
+    def _outlet(self, outputs: Sequence[TokenOutput]) -> Outlet:
+        """The socket to the parent, for the tokens of several steps; a message on it ends the steps."""
+        frame, places = ipc.frame_with_places(tuple(outputs), ANY_TOKEN)
+        return Outlet((self.sock.fileno(), self._sleeper.fileno()), self.sock.fileno(), frame, places)
 
     def _departed(self) -> AbstractSet[str]:
         """The aborted requests, read from the socket between two parts of a step."""

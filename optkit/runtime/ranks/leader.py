@@ -144,6 +144,7 @@ class RankedRunner(ModelRunner):
         super().__init__(model, num_blocks, block_size, layout=layout)
         self.ranks, self.num_ranks, self.weight_bytes = ranks, ranks.size, ranks.weight_bytes
         self.kv_bytes *= ranks.size
+        self.is_multi_step = False  # the other ranks take each step from here
         ranks.send(Allocate(num_blocks, block_size, self.kv_windows))
 
     def execute(self, batch: Batch) -> Any:

@@ -35,8 +35,9 @@ import msgspec
 
 from optkit.runtime.kv.manager import KVManager
 from optkit.runtime.kv.prefix_cache import PrefixCache
+from optkit.runtime.multi_step import MAX_SECONDS, is_plain
 from optkit.runtime.scheduling.config import SchedulerConfig
-from optkit.runtime.scheduling.cost_model import CostModel, step_work
+from optkit.runtime.scheduling.cost_model import MIN_SECONDS, CostModel, step_work
 from optkit.runtime.scheduling.drafts import Drafts, Proposer
 from optkit.runtime.scheduling.forecast import Forecast
 from optkit.runtime.scheduling.policy import AT_ONCE, NEVER, make_policy, seconds, ttft_deadline
@@ -80,6 +81,7 @@ class Scheduler:
     Attributes:
         announce: called before a step with the ids of the requests beginning in the step.
         step_start: the time at which the last step began.
+        most_steps: decode steps that a batch may have (``optkit.runtime.multi_step``).
     """
 
     steps_in_flight = 1  # steps that are queued before their results are known
@@ -120,6 +122,7 @@ class Scheduler:
         self._begun: list[str] = []  # requests admitted for the first time in this step
         self._num_added = 0
         self.step_start = 0.0
+        self.most_steps = 1
 
     @property
     def has_work(self) -> bool:
@@ -215,25 +218,36 @@ class Scheduler:
         prefills = self._prefills(decodes)
         left = self.config.max_num_batched_tokens - Batch((*decodes, *prefills)).num_tokens
         items = (*self._with_drafts(ready, left), *prefills)
-        batch = Batch(items, self.kv.take_transfers(), self.kv.states.take_copies())
+        num_steps = self._num_steps(items)
+        items = tuple(item for item in items if self._is_here(item.request))
+        batch = Batch(items, self.kv.take_transfers(), self.kv.states.take_copies(), num_steps)
         self.step_sizes.add(batch.num_tokens)
         self._announce_begun()
         return batch
 
-    def update(self, batch: Batch, results: Sequence[Result]) -> list[TokenOutput]:
-        """Record a step. Each item has sampled tokens, None (a chunk with more to come) or a failure."""
+    def update(self, batch: Batch, results: Sequence[Result], num_sent: int = 0) -> list[TokenOutput]:
+        """Record a step. Each item has sampled tokens, None (a chunk with more to come) or a failure.
+
+        Args:
+            num_sent: the first tokens of each item, whose outputs were sent before and are not among the result's.
+        """
         now = self.clock()
         copied = batch.transfers or batch.state_copies
         if batch.items and not copied and not any(isinstance(r, Failure) for r in results):
-            self.cost.observe(step_work(batch.items), now - self.step_start)
+            steps = num_computed_steps(batch, results)
+            self.cost.observe(step_work(batch.items), (now - self.step_start) / steps)
             self.drafts.took(batch.items, now - self.step_start)
+            for _ in range(1, steps):
+                self.step_sizes.add(batch.num_tokens)
         outputs: list[TokenOutput] = []
         for item, result in zip(batch.items, results, strict=True):
             if not self._is_here(item.request):
                 continue  # aborted meanwhile
             self._count_chunk(item, now)
             item.request.stale_sinks &= not item.sinks
-            outputs += self._guarded(item.request, self._record, item, result) or []
+            outputs += self._guarded(item.request, self._record, item, result, num_sent) or []
+            if batch.num_steps > 1 and self._is_here(item.request):
+                self.kv.trim(item.request)
         return outputs + self.take_lost()
 
     def take_lost(self) -> list[TokenOutput]:
@@ -375,6 +389,34 @@ class Scheduler:
         if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
             return 0  # logprobs are reported a token a step
         return min(self._final_length(request) - len(request.token_ids), request.until_change) - 1
+
+    def _num_steps(self, items: Sequence[ScheduledRequest]) -> int:
+        """The decode steps of ``items`` that can run one after another, whose blocks are taken.
+
+        More than one where all running requests decode, none of them is steered by anything but its logits, and
+        nothing that waits could begin before one of them ends.
+        """
+        if self.most_steps < 2 or not items or len(items) < len(self.running):
+            return 1
+        may_begin = self.waiting and len(self.running) < self.config.max_num_seqs
+        if may_begin or self.config.num_state_slots or self.drafts.proposer is not None:
+            return 1
+        if not all(item.num_new == 1 and item.needs_logits and is_plain(item.request) for item in items):
+            return 1
+        requests = [item.request for item in items]
+        left = min(self._final_length(request) - len(request.token_ids) for request in requests)
+        in_time = MAX_SECONDS / max(self.cost.seconds(step_work(items)), MIN_SECONDS)
+        steps = max(1, int(min(self.most_steps, left, in_time)))
+        if all(self._guarded(request, self._allocate, request, steps - 1) for request in requests):
+            return steps
+        for request in requests:
+            if self._is_here(request):
+                self.kv.trim(request)
+        return 1
+
+    def next_outputs(self, batch: Batch, token: int) -> list[TokenOutput]:
+        """The output of each item of ``batch`` with ``token``, if its answer goes on after it."""
+        return [self._output(item.request, (token,)) for item in batch.items]
 
     def _roll(self, request: Request) -> bool:
         """Forget what the next token of ``request`` does not see; False where the request must wait for that."""
@@ -518,12 +560,12 @@ class Scheduler:
             item.request.times.prefill += now - self.step_start
             item.request.times.num_chunks += 1
 
-    def _record(self, item: ScheduledRequest, result: Result) -> list[TokenOutput]:
-        """Record the result of a step for a request."""
+    def _record(self, item: ScheduledRequest, result: Result, num_sent: int = 0) -> list[TokenOutput]:
+        """Record the result of a step for a request; the outputs of all tokens but the first ``num_sent``."""
         if isinstance(result, Failure):
             return [self._fail(item.request, result)]
         if result is not None:
-            return self._append(item, result)
+            return self._append(item, result, num_sent)
         item.request.num_computed += item.num_new
         self.kv.publish(item.request)
         if not item.request.num_pending:
@@ -543,13 +585,18 @@ class Scheduler:
         self.kv.distrust(request)
         return self._finish(request, FinishReason.ERROR, error=failure.message)
 
-    def _append(self, item: ScheduledRequest, tokens: tuple[int, ...]) -> list[TokenOutput]:
-        """Append ``tokens``: the right tokens of the draft, and the token sampled afterwards."""
+    def _append(
+        self, item: ScheduledRequest, tokens: tuple[int, ...], num_sent: int = 0
+    ) -> list[TokenOutput]:
+        """Append ``tokens``: the right tokens of the draft and the token sampled afterwards, or those of several steps.
+
+        The outputs are of all tokens but the first ``num_sent``.
+        """
         request, sampling = item.request, item.request.sampling
         if item.draft:
             self.drafts.observe(request, item.draft, tokens)
         outputs: list[TokenOutput] = []
-        for token in tokens:
+        for number, token in enumerate(tokens):
             request.num_computed = len(
                 request.token_ids
             )  # all known tokens, and those of a right draft, have KV
@@ -560,7 +607,8 @@ class Scheduler:
                 return [*outputs, self._finish(request, FinishReason.STOP, (token,))]
             if len(request.token_ids) == self._final_length(request):
                 return [*outputs, self._finish(request, FinishReason.LENGTH, (token,))]
-            outputs.append(self._output(request, (token,)))
+            if number >= num_sent:
+                outputs.append(self._output(request, (token,)))
         if item.draft:
             self.kv.trim(request)
         self.kv.publish(request)
@@ -620,6 +668,12 @@ class Scheduler:
         late = wait - ttft_deadline(seconds(self.config.ttft_slo_ms), self.cost.prefill_seconds(work))
         if late > 0:
             raise EngineOverload("the first token would come after the deadline; try again later", late)
+
+
+def num_computed_steps(batch: Batch, results: Sequence[Result]) -> int:
+    """The steps of ``batch`` that were computed: the tokens of each item, where several steps were planned."""
+    first = results[0] if batch.num_steps > 1 else None
+    return len(first) if isinstance(first, tuple) else 1
 
 
 def _rank(request: Request) -> tuple[float, int]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from optkit.recipe.engine_options import EngineOptions
 from optkit.runtime.process import ipc
 from optkit.runtime.process.launch import launch
+from optkit.runtime.types import TokenOutput
 from tests.support.engine_process import FACTORY, request
 from tests.support.fakes import fake_engine
 
@@ -90,3 +91,25 @@ def test_the_secret_of_a_deployment_is_in_no_text_and_arrives() -> None:
     assert "0123" not in repr(message) and "0123" not in str(message)
     (read,) = ipc.FrameReader().feed(ipc.frame(message))
     assert isinstance(read, ipc.Load) and read.cache_secret == secret
+
+
+@given(st.lists(st.text(max_size=12), min_size=1, max_size=6), st.integers(0, 70_000), st.data())
+def test_tokens_written_into_a_frame_arrive(names: list[str], preempted: int, data: st.DataObject) -> None:
+    mark = 2**31 - 1
+    outputs = [TokenOutput(request_id=name, token_ids=(mark,), num_preemptions=preempted) for name in names]
+    frame, places = ipc.frame_with_places(tuple(outputs), mark)
+    tokens = data.draw(st.lists(st.integers(0, 2**31 - 1), min_size=len(names), max_size=len(names)))
+    written = bytearray(frame)
+    for place, token in zip(places, tokens, strict=True):
+        written[place : place + 4] = token.to_bytes(4, "big")
+    wanted = tuple(
+        TokenOutput(request_id=name, token_ids=(token,), num_preemptions=preempted)
+        for name, token in zip(names, tokens, strict=True)
+    )
+    assert ipc.from_worker.decode(bytes(written[ipc.HEADER.size :])) == wanted
+
+
+def test_places_are_of_outputs_with_one_wide_token_each() -> None:
+    for found, token in (((5,), 5), ((), 2**31 - 1), ((2**31 - 1, 2**31 - 1), 2**31 - 1)):
+        with pytest.raises(ValueError, match="each output must have the token"):
+            ipc.frame_with_places((TokenOutput(request_id="r", token_ids=found),), token)
