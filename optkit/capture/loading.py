@@ -6,6 +6,8 @@ tensor with random numbers. Here any such failure is an ``UnsupportedModel``, an
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,12 +17,17 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
 
 from optkit.capture import boundary
 from optkit.capture.experts import checkpoint_origins
 from optkit.checkpoint.source import Source
 from optkit.checkpoint.validate import INDEX, SINGLE
 from optkit.errors import UnsupportedModel, UserError, first_line, refusal
+
+MOST_NUMBERS = 4  # of a model's parameters, for each number in the checkpoint, where the tensors can't be compared
 
 
 @contextmanager
@@ -85,6 +92,8 @@ def build_model(
         UnsupportedModel: transformers can't build the model, or a tensor is missing or has another shape.
     """
     where = str(source.directory)
+    stored = source.info.tensors if tensors is None else tensors
+    refuse_other_tensors(config, source, {name: tuple(value.shape) for name, value in stored.items()})
     try:
         with refusals(where):
             model, report = boundary.built(
@@ -102,14 +111,65 @@ def build_model(
     except UnsupportedModel:
         refuse_missing(config, source)
         raise
-    if report["mismatched_keys"]:
+    refuse_report(config, source, report["mismatched_keys"], report["missing_keys"])
+    return model
+
+
+def refuse_report(config: Any, source: Source, mismatched: set[tuple[str, Any, Any]], missing: set[str]) -> None:
+    """Refuse a model with parameters of another shape than their tensors, or without a tensor."""
+    where = str(source.directory)
+    if mismatched:
         refuse_missing(config, source)
-        name, given, expected = min(report["mismatched_keys"])
+        name, given, expected = min(mismatched)
         what = f"{name} is {list(given)} in the checkpoint, and {list(expected)} by its config"
         raise UnsupportedModel(what, where=where)
-    if report["missing_keys"]:
-        raise UnsupportedModel(f"the checkpoint has no tensor for {min(report['missing_keys'])}", where=where)
-    return model
+    if missing:
+        raise UnsupportedModel(f"the checkpoint has no tensor for {min(missing)}", where=where)
+
+
+def refuse_other_tensors(config: Any, source: Source, stored: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse tensors of the shapes ``stored`` that are not those of the model, before memory is taken for it.
+
+    transformers takes memory for each parameter without a tensor. Here it converts tensors on the meta device, which
+    have shapes alone. Where that fails, as conversions that read values do, only the sizes are compared.
+
+    Raises:
+        UnsupportedModel: a parameter has no tensor, or one of another shape, or the config is of a far larger model.
+    """
+    where = str(source.directory)
+    with refusals(where), torch.device("meta"):
+        model = class_of(config, where)(config)
+        tensors = {name: torch.empty(shape) for name, shape in stored.items()}
+    numbers, given = sum(p.numel() for p in model.parameters()), sum(map(math.prod, stored.values()))
+    try:
+        found = differences(model, tensors)
+    except Exception as error:
+        if numbers > MOST_NUMBERS * given:
+            what = f"its config is of a model with {numbers:,} parameters, the checkpoint has {given:,}"
+            fix = "take config.json and weights of the same model"
+            raise UnsupportedModel(what, where=where, fix=fix) from error
+    else:
+        refuse_report(config, source, *found)
+
+
+def differences(model: Any, tensors: Mapping[str, Tensor]) -> tuple[set[tuple[str, Any, Any]], set[str]]:
+    """Parameters of another shape than their tensors, with both shapes, and parameters without a tensor.
+
+    Model and tensors are on the meta device.
+
+    Raises:
+        Exception: of any type, where a conversion fails there.
+    """
+    conversions = get_model_conversion_mapping(model)
+    options = LoadStateDictConfig(device_map={"": torch.device("meta")}, weight_mapping=conversions)
+    report, _ = convert_and_load_state_dict_in_model(model, dict(tensors), options)
+    if report.conversion_errors:
+        raise ValueError(f"transformers can't convert {min(report.conversion_errors)} without values")
+    missing = set(report.missing_keys)
+    for pair in model.all_tied_weights_keys.items():  # one of the two is enough
+        missing -= set(pair) if not missing.issuperset(pair) else {pair[0]}
+    ignored = model._keys_to_ignore_on_load_missing or ()
+    return report.mismatched_keys, {n for n in missing if not any(re.search(p, n) for p in ignored)}
 
 
 def refuse_missing(config: Any, source: Source) -> None:

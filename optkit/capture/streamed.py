@@ -22,7 +22,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from optkit.capture.export import capture
 from optkit.capture.limits import MAX_LOADED_BYTES
-from optkit.capture.loading import build_model, read_config, refusals
+from optkit.capture.loading import build_model, read_config, refusals, refuse_other_tensors
 from optkit.checkpoint.adapter import Adapter
 from optkit.checkpoint.source import Source
 from optkit.checkpoint.tensors import STORED_BYTES, float_bytes, stored
@@ -50,7 +50,11 @@ def capture_streamed(source: Source, max_model_len: int | None = None) -> Graph 
 
 
 def streamed_class(source: Source) -> tuple[Any, Any, dict[str, torch.Size]] | None:
-    """Class, configuration and shapes of a model whose weights stay on disk; None for a model to be loaded whole."""
+    """Class, configuration and shapes of a model whose weights stay on disk; None for a model to be loaded whole.
+
+    Raises:
+        UnsupportedModel: a parameter has no tensor, or one of another shape.
+    """
     if source.layers or source.float4 or source.text:
         return None
     config = read_config(source.directory)
@@ -59,6 +63,8 @@ def streamed_class(source: Source) -> tuple[Any, Any, dict[str, torch.Size]] | N
         return None
     shapes = parameter_shapes(model_class, config, str(source.directory))
     if not fits(shapes, source, tied=bool(getattr(config, "tie_word_embeddings", False))):
+        stored_shapes = {name: tuple(info.shape) for name, info in source.info.tensors.items()}
+        refuse_other_tensors(config, source, stored_shapes)
         return None
     return model_class, config, shapes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from optkit.capture import loading
 from optkit.capture.directory import capture_directory
 from optkit.errors import UnsupportedModel
 from tests.support.architectures import tiny_model
@@ -103,3 +105,62 @@ def test_capture_names_both_shapes_when_they_contradict(llama: Any, tmp_path: Pa
     config, tensors = llama
     given = refusal(tmp_path, config, tensors | {UP: torch.zeros(95, 64)})
     assert f"{UP} is [95, 64] in the checkpoint, and [96, 64] by its config" in given
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"num_hidden_layers": 400}, "has no tensor for model.layers.10.input_layernorm.weight"),
+        ({"vocab_size": 1 << 21}, "in the checkpoint, and [2097152, 64] by its config"),
+    ],
+)
+def test_capture_takes_no_memory_for_a_model_far_larger_than_its_checkpoint(
+    llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], reason: str
+) -> None:
+    """transformers would take memory for every parameter, and compare names and shapes afterwards."""
+    from transformers import LlamaForCausalLM
+
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", lambda *given, **options: pytest.fail("loaded"))
+    config, tensors = llama
+    config = {key: value for key, value in config.items() if key != "layer_types"} | change
+    assert reason in refusal(tmp_path, config, tensors)
+
+
+@pytest.mark.parametrize("failure", ["an error", "a conversion of values"])
+def test_capture_compares_sizes_when_tensors_can_not_be_compared_by_their_headers(
+    llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str
+) -> None:
+    config, tensors = llama
+    compare = loading.convert_and_load_state_dict_in_model
+
+    def fail(*given: Any) -> Any:
+        if failure == "an error":
+            raise NotImplementedError("Cannot copy out of meta tensor")
+        report, offloaded = compare(*given)
+        report.conversion_errors[KEY] = "Cannot copy out of meta tensor"
+        return report, offloaded
+
+    monkeypatch.setattr(loading, "convert_and_load_state_dict_in_model", fail)
+    line = refusal(tmp_path, config | {"vocab_size": 1 << 15}, tensors)
+    assert re.search(r"a model with [\d,]{9} parameters, the checkpoint has [\d,]{6,7}\. take config", line)
+    assert "is [95, 64] in the checkpoint" in refusal(tmp_path, config, tensors | {UP: torch.zeros(95, 64)})
+
+
+def test_capture_accepts_a_checkpoint_with_one_of_two_tied_tensors(tmp_path: Path) -> None:
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tiny_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
+        tensors = load_file(tmp_path / "model.safetensors")
+        tensors[name] = tensors.pop("model.embed_tokens.weight")
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+        assert capture_directory(tmp_path).weights
+
+
+def test_capture_accepts_a_checkpoint_without_the_prefix_of_the_base_model(tmp_path: Path) -> None:
+    tiny_model("gpt2").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(
+        {k.removeprefix("transformer."): v for k, v in tensors.items()},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
+    assert capture_directory(tmp_path).weights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +133,24 @@ def test_which_large_models_are_loaded_whole(tmp_path: Path, monkeypatch: pytest
     assert streamed.is_loaded_whole(sources["llama"], [adapter])
     monkeypatch.setattr(streamed, "MAX_LOADED_BYTES", 1 << 40)
     assert not any(map(streamed.is_loaded_whole, sources.values()))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"num_hidden_layers": 3}, "has no tensor for model.layers.2.input_layernorm.weight"),
+        ({"vocab_size": VOCABULARY + 1}, rf"is \[{VOCABULARY}, 64\] in the checkpoint, and \[{VOCABULARY + 1}, 64\]"),
+    ],
+)
+def test_a_large_checkpoint_whose_config_is_of_another_model_is_refused_by_headers(
+    tmp_path: Path, change: dict[str, Any], reason: str
+) -> None:
+    """Before the estimate of memory, in which it would be a model to load whole."""
+    file = save_model(tmp_path) / "config.json"
+    config = {key: value for key, value in json.loads(file.read_text()).items() if key != "layer_types"}
+    file.write_text(json.dumps(config | change))
+    source = open_source(tmp_path)
+    with pytest.raises(UnsupportedModel, match=reason):
+        streamed.is_loaded_whole(source)
+    with pytest.raises(UnsupportedModel, match=reason):
+        capture_directory(tmp_path)
