@@ -165,7 +165,7 @@ def optimize(
         most = FINAL_TOKENS if final_tokens is None else final_tokens
         found = estimate(info, resolved, target, most, float_copies=copies, loaded_whole=whole)
         progress(found.line())
-        refuse_what_cannot_fit(found, target, out)
+        refuse_what_cannot_fit(found, target, out, resolved)
     if target.name != recipe.target:
         progress(f"the recipe is for {recipe.target}, the plan for the GPU of this machine: {target.name}")
     graph, run = Pipeline(source, recipe, target, progress, final_tokens).run()

@@ -39,7 +39,7 @@ def estimated(
         return None
     found = estimate(info, resolved, target, FINAL_TOKENS, float_copies=float_copies)
     try:
-        refuse_what_cannot_fit(found, target, Path.cwd())
+        refuse_what_cannot_fit(found, target, Path.cwd(), resolved)
     except UserError as error:
         return {**found.to_dict(), "line": found.line(), "refusal": str(error)}
     return {**found.to_dict(), "line": found.line()}

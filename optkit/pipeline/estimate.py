@@ -167,24 +167,32 @@ def pass_tokens(one: ResolvedPass) -> int:
     return sum(value.samples * value.length for value in values if isinstance(value, Calibration))
 
 
-def refuse_what_cannot_fit(found: Estimate, target: Target, out: Path) -> None:
-    """Raise an error for a run beyond the memory of the machine, or the free disk.
+def refuse_what_cannot_fit(
+    found: Estimate, target: Target, out: Path, resolved: Sequence[Resolved] = ()
+) -> None:
+    """Raise an error for a run of the passes ``resolved`` beyond the memory of the machine, or the free disk.
 
     Raises:
         UserError: with the number that is too large, and the option that helps.
     """
     have = target.memory_bytes
+    narrow = [one for one in all_passes(resolved) if is_narrow(one)]
+    larger = "use a smaller model, or a machine with more memory"
     if target.kind == "cpu" and found.served > 0.9 * have:
         raise UserError(
             f"the result would take {found.served / GB:.1f} GB of weights, this machine has {have / GB:.1f} GB "
             "of memory",
-            fix="quantize to fewer bits: a recipe with w4a8 and lm_head: true takes about "
+            fix=larger
+            if any(getattr(one.config, "lm_head", False) for one in narrow)
+            else "quantize to fewer bits: a recipe with w4a8 and lm_head: true takes about "
             f"{found.parameters * 0.75 / GB:.1f} GB",
         )
     if target.kind == "cpu" and found.memory > have:
         raise UserError(
             f"the run would take about {found.memory / GB:.1f} GB of memory, this machine has {have / GB:.1f} GB",
-            fix="use a recipe with w4a8 in place of 8 bits or float, or a machine with more memory",
+            fix=larger
+            if narrow
+            else "use a recipe with w4a8 in place of 8 bits or float, or a machine with more memory",
         )
     cache = cache_dir("states")
     free = min(shutil.disk_usage(place).free for place in (cache, existing(out)))
@@ -194,6 +202,11 @@ def refuse_what_cannot_fit(found: Estimate, target: Target, out: Path) -> None:
             where=str(cache),
             fix="set OPTKIT_CACHE to a directory on a larger disk, or leave smoothquant and rotate out of the recipe",
         )
+
+
+def is_narrow(one: ResolvedPass) -> bool:
+    """True for a quantizer to 4 bits."""
+    return one.pass_class.stage == Stage.QUANTIZE and bytes_per_weight(one) < 1
 
 
 def existing(path: Path) -> Path:

@@ -113,6 +113,17 @@ def test_refusal_has_the_number_and_the_remedy(
     assert number in refused.value.what and remedy in str(refused.value.fix)
 
 
+@pytest.mark.parametrize("change", [{"served": 32e9}, {"memory": 30e9}])
+def test_refusal_does_not_recommend_what_the_recipe_has(change: dict[str, float], tmp_path: Path) -> None:
+    found = replace(Estimate(8 * GB, 60.0, 5e9, 6e9, 1.0), **change)
+    for options, known in (("{}", "served" in change), ("{lm_head: true}", False)):
+        text = f"schema_version: 1\nname: four\ntarget: cpu\npasses: {{w4a8: {options}}}\n"
+        resolved = resolve_passes(parse_recipe(text))
+        with pytest.raises(UserError) as refused:
+            refuse_what_cannot_fit(found, MACHINE, tmp_path, resolved)
+        assert ("w4a8" in str(refused.value.fix)) == known
+
+
 def test_optimize_refuses_before_anything_is_captured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
