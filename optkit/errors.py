@@ -23,6 +23,10 @@ REMEDIES = {
     errno.EFBIG: "raise the limit on the size of a file (ulimit -f), or take a file system with larger files",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
 }
+# torch's allocators raise a RuntimeError, and mmap one with the text of the operating system
+NO_MEMORY = re.compile(
+    r"can't allocate memory|cannot allocate memory|DefaultCPUAllocator|out of memory", re.I
+)
 CODE_IN_TEXT = re.compile(r"\(os error (\d+)\)")
 
 
@@ -61,14 +65,32 @@ class UserError(OptkitError):
 def refusal(error: Exception) -> UserError | None:
     """The user error for a refusal by the operating system, such as a full disk; None for any other error.
 
-    safetensors raises an exception of its own, with the error's number in the text.
+    safetensors raises an exception of its own, with the error's number in the text, torch one for memory.
     """
+    if is_out_of_memory(error):
+        fix = "close other programs, or take a machine with more memory or a smaller model"
+        return UserError(f"not enough memory: {memory_text(error)}", fix=fix)
     found = CODE_IN_TEXT.search(str(error))
     code = error.errno if isinstance(error, OSError) else found and int(found[1])
     if code not in REFUSALS:
         return None
     path = getattr(error, "filename", None)
     return UserError(os.strerror(code), where=None if path is None else str(path), fix=REMEDIES.get(code))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for an allocation that failed, by Python, torch or the operating system."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and NO_MEMORY.search(str(error)) is not None
+    )
+
+
+def memory_text(error: BaseException) -> str:
+    """What an allocator says of the memory that it did not get, without its place in the C++ code."""
+    text = first_line(error).removeprefix("MemoryError")
+    return text.rpartition("DefaultCPUAllocator: ")[2] or "an allocation failed"
 
 
 def printable(text: str) -> str:

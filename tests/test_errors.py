@@ -6,6 +6,7 @@ import errno
 from pathlib import Path
 
 import pytest
+import torch
 
 from optkit.errors import UserError, first_line, nearest, printable, refusal
 
@@ -38,6 +39,37 @@ def test_nearest_suggests_a_close_word_and_lists_all_words_otherwise() -> None:
 
 
 ROOM = "make room on the disks of the output and of the cache (OPTKIT_CACHE)"
+ALLOCATOR = (
+    "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
+)
+MEMORY = "close other programs, or take a machine with more memory or a smaller model"
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            RuntimeError(f"{ALLOCATOR} to allocate 8 bytes"),
+            "can't allocate memory: you tried to allocate 8 bytes",
+        ),
+        (
+            RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"),
+            "CUDA out of memory. Tried to allocate 2 GiB",
+        ),
+        (MemoryError(), "an allocation failed"),
+        (MemoryError("Unable to allocate 8 GiB"), "Unable to allocate 8 GiB"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "[Errno 12] Cannot allocate memory"),
+    ],
+)
+def test_refusal_says_that_memory_is_missing(error: Exception, line: str) -> None:
+    found = refusal(error)
+    assert found is not None and found.line() == f"not enough memory: {line}. {MEMORY}."
+
+
+def test_refusal_of_torch_for_an_allocation_that_is_too_large() -> None:
+    with pytest.raises(RuntimeError) as error:
+        torch.empty(1 << 60, dtype=torch.int8)
+    assert str(refusal(error.value)).startswith("not enough memory: ")
 
 
 @pytest.mark.parametrize(

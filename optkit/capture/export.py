@@ -27,7 +27,7 @@ from optkit.capture.masks import COMPUTED
 from optkit.capture.own_attention import raise_attention
 from optkit.capture.rope import choose_rope, fixed_rope
 from optkit.capture.state_wiring import RECURRENT
-from optkit.errors import UnsupportedModel, first_line
+from optkit.errors import UnsupportedModel, refusal, first_line
 from optkit.graph.ir import Graph
 from optkit.graph.ops import op_name
 
@@ -156,6 +156,8 @@ def export(model: Any) -> torch.export.ExportedProgram:
         except UnsupportedModel as error:
             raise UnsupportedModel(error.what, where=model.config.model_type) from error
         except Exception as error:
+            if refusal(error) is not None:
+                raise
             raise UnsupportedModel(
                 f"torch.export can't trace it: {reason_of(error)}", where=model.config.model_type
             ) from error

@@ -27,7 +27,9 @@ from optkit.checkpoint.source import Source
 from optkit.checkpoint.validate import INDEX, SINGLE
 from optkit.errors import UnsupportedModel, UserError, first_line, refusal
 
-MOST_NUMBERS = 4  # of a model's parameters, for each number in the checkpoint, where the tensors can't be compared
+MOST_NUMBERS = (
+    4  # of a model's parameters, for each number in the checkpoint, where the tensors can't be compared
+)
 
 
 @contextmanager
@@ -43,7 +45,7 @@ def refusals(
     """
     try:
         yield
-    except (UserError, MemoryError, torch.OutOfMemoryError):
+    except UserError:
         raise
     except Exception as error:
         if refusal(error) is not None:
@@ -115,7 +117,9 @@ def build_model(
     return model
 
 
-def refuse_report(config: Any, source: Source, mismatched: set[tuple[str, Any, Any]], missing: set[str]) -> None:
+def refuse_report(
+    config: Any, source: Source, mismatched: set[tuple[str, Any, Any]], missing: set[str]
+) -> None:
     """Refuse a model with parameters of another shape than their tensors, or without a tensor."""
     where = str(source.directory)
     if mismatched:

@@ -66,7 +66,7 @@ def convert(file: Path, digest: str, temporary: Path, written: Path) -> None:
             except Stacked:
                 write_whole(alone, source, written)
     except Exception as error:  # the readers raise what numpy, struct, torch and Rust raise on what they meet
-        if isinstance(error, (UserError, MemoryError)):
+        if isinstance(error, UserError):
             raise
         refused = refusal(error)
         fix = "a GGUF of an architecture that transformers reads is needed"

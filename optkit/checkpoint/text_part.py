@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from optkit.checkpoint.validate import CheckpointInfo
-from optkit.errors import UnsupportedModel
+from optkit.errors import UnsupportedModel, refusal
 
 PARTS = ("text_config", "vision_config", "audio_config")
 NAME = re.compile(
@@ -76,7 +76,7 @@ def text_part(directory: Path, info: CheckpointInfo) -> TextPart | None:
             return None
         config, kind = plain_config(inner.to_dict())
     except Exception as error:  # transformers checks values in several ways, each with exceptions of its own
-        if isinstance(error, (MemoryError, OSError)):
+        if isinstance(error, OSError) or refusal(error) is not None:
             raise
         what = f"transformers can't read its config: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise UnsupportedModel(what, where=where) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from optkit.errors import OptkitError, UserError
+from optkit.errors import OptkitError, UserError, refusal
 from optkit.graph.ir import Graph
 from optkit.graph.serialize import graph_to_json
 from optkit.graph.verify import VerifyError, verify
@@ -37,6 +37,8 @@ def apply_pass(
     except UserError:
         raise
     except Exception as error:
+        if refusal(error) is not None:  # a full disk, no memory: no fault of the pass
+            raise
         place = reproduce(optimization.name, text)
         kind = "broke the graph" if isinstance(error, VerifyError) else "failed"
         raise PassFailed(f"pass {optimization.name} {kind}: {error} (reproducer: {place})") from error

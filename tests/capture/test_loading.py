@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from optkit import errors
 from optkit.capture import loading
 from optkit.capture.directory import capture_directory
 from optkit.errors import UnsupportedModel
@@ -164,3 +165,23 @@ def test_capture_accepts_a_checkpoint_without_the_prefix_of_the_base_model(tmp_p
         {"format": "pt"},
     )
     assert capture_directory(tmp_path).weights
+
+
+def test_capture_passes_on_that_memory_is_missing(
+    llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no fault of the model."""
+    from transformers import LlamaForCausalLM
+
+    def fail(*given: Any, **options: Any) -> Any:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory")
+
+    config, tensors = llama
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    for method in ("from_pretrained", "forward"):
+        with monkeypatch.context() as patch:
+            patch.setattr(LlamaForCausalLM, method, fail)
+            with pytest.raises(RuntimeError) as error:
+                capture_directory(tmp_path)
+        assert str(errors.refusal(error.value)).startswith("not enough memory: ")

@@ -139,7 +139,10 @@ def test_which_large_models_are_loaded_whole(tmp_path: Path, monkeypatch: pytest
     ("change", "reason"),
     [
         ({"num_hidden_layers": 3}, "has no tensor for model.layers.2.input_layernorm.weight"),
-        ({"vocab_size": VOCABULARY + 1}, rf"is \[{VOCABULARY}, 64\] in the checkpoint, and \[{VOCABULARY + 1}, 64\]"),
+        (
+            {"vocab_size": VOCABULARY + 1},
+            rf"is \[{VOCABULARY}, 64\] in the checkpoint, and \[{VOCABULARY + 1}, 64\]",
+        ),
     ],
 )
 def test_a_large_checkpoint_whose_config_is_of_another_model_is_refused_by_headers(

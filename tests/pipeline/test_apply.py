@@ -59,6 +59,14 @@ def test_apply_pass_leaves_an_error_of_the_user_as_it_is() -> None:
         apply_pass(Pass(lack), captured("llama"), Plan([], []), CONTEXT, lambda name, text: Path())
 
 
+def test_apply_pass_does_not_blame_the_pass_for_missing_memory() -> None:
+    def allocate(graph: Graph) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+
+    with pytest.raises(RuntimeError, match="^DefaultCPUAllocator"):
+        apply_pass(Pass(allocate), captured("llama"), Plan([], []), CONTEXT, lambda name, text: Path())
+
+
 def test_apply_pass_returns_what_a_pass_changed() -> None:
     graph = captured("llama")
     optimization, plan = checked(graph, "fuse_qkv")
