@@ -27,7 +27,7 @@ from optkit.capture.masks import COMPUTED
 from optkit.capture.own_attention import raise_attention
 from optkit.capture.rope import choose_rope, fixed_rope
 from optkit.capture.state_wiring import RECURRENT
-from optkit.errors import UnsupportedModel, refusal, first_line
+from optkit.errors import UnsupportedModel, first_line, refusal
 from optkit.graph.ir import Graph
 from optkit.graph.ops import op_name
 

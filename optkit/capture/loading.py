@@ -114,7 +114,22 @@ def build_model(
         refuse_missing(config, source)
         raise
     refuse_report(config, source, report["mismatched_keys"], report["missing_keys"])
+    for name, parameter in model.named_parameters():
+        if 0 not in parameter.stride():  # no stand-in for a weight that is read later
+            refuse_not_finite(name, parameter.data, where)
     return model
+
+
+def refuse_not_finite(name: str, weight: Tensor, where: str) -> None:
+    """Refuse a weight with NaN or an infinite value, of which a few tokens may never show anything.
+
+    Raises:
+        UnsupportedModel: a value is not finite.
+    """
+    ends = (weight.float() if weight.dtype.itemsize == 1 else weight).aminmax() if weight.numel() else ()
+    if not all(map(torch.isfinite, ends)):
+        what = f"the weight {name} has values that are NaN or infinite"
+        raise UnsupportedModel(what, where=where, fix="download or copy the checkpoint again")
 
 
 def refuse_report(

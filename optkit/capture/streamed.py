@@ -22,7 +22,13 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from optkit.capture.export import capture
 from optkit.capture.limits import MAX_LOADED_BYTES
-from optkit.capture.loading import build_model, read_config, refusals, refuse_other_tensors
+from optkit.capture.loading import (
+    build_model,
+    read_config,
+    refusals,
+    refuse_not_finite,
+    refuse_other_tensors,
+)
 from optkit.checkpoint.adapter import Adapter
 from optkit.checkpoint.source import Source
 from optkit.checkpoint.tensors import STORED_BYTES, float_bytes, stored
@@ -133,7 +139,11 @@ def random_weights(shapes: list[tuple[int, ...]]) -> list[Tensor]:
 
 
 def with_stored_weights(graph: Graph, source: Source) -> Graph:
-    """``graph`` with the tensors of the checkpoint for weights."""
+    """``graph`` with the tensors of the checkpoint for weights.
+
+    Raises:
+        UnsupportedModel: a value is not finite.
+    """
     release = PageRelease(source.directory)
 
     def read(place: Place) -> Tensor:
@@ -142,4 +152,8 @@ def with_stored_weights(graph: Graph, source: Source) -> Graph:
     for weight in graph.weights.values():
         if weight.origin is not None:
             weight.stored = stored(weight.origin, partial(Place, None), read, weight.dtype, release)
+            for part in weight.origin.parts:
+                values = source[part.name]
+                refuse_not_finite(part.name, values, str(source.directory))
+                release(values.nbytes)
     return graph

@@ -185,3 +185,27 @@ def test_capture_passes_on_that_memory_is_missing(
             with pytest.raises(RuntimeError) as error:
                 capture_directory(tmp_path)
         assert str(errors.refusal(error.value)).startswith("not enough memory: ")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight"])
+def test_capture_refuses_a_value_that_is_not_finite_wherever_it_is(
+    llama: Any, tmp_path: Path, name: str, value: float
+) -> None:
+    """No token of the check may have the row."""
+    config, tensors = llama
+    broken = tensors[name].clone()
+    broken.view(-1)[-2] = value
+    assert f"the weight {name} has values that are NaN" in refusal(tmp_path, config, tensors | {name: broken})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_a_value_that_is_not_finite_is_found_at_every_place(dtype: torch.dtype) -> None:
+    weight = torch.randn(5, 67, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for values in (weight, weight.T, weight[:0]):
+        loading.refuse_not_finite("w", values, "there")
+    for place in range(weight.numel()):
+        broken = weight.float()
+        broken.view(-1)[place] = float("nan")
+        with pytest.raises(UnsupportedModel, match="there: the weight w has"):
+            loading.refuse_not_finite("w", broken.to(dtype), "there")

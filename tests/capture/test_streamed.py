@@ -157,3 +157,14 @@ def test_a_large_checkpoint_whose_config_is_of_another_model_is_refused_by_heade
         streamed.is_loaded_whole(source)
     with pytest.raises(UnsupportedModel, match=reason):
         capture_directory(tmp_path)
+
+
+def test_capture_streamed_refuses_a_value_that_is_not_finite(tmp_path: Path) -> None:
+    file = save_model(tmp_path) / "model.safetensors"
+    values = load_file(file)
+    values["model.embed_tokens.weight"][-1, 5] = float("nan")
+    save_file(values, file, metadata={"format": "pt"})
+    with pytest.raises(
+        UnsupportedModel, match=r"the weight model\.embed_tokens\.weight has values that are NaN"
+    ):
+        capture_directory(tmp_path)

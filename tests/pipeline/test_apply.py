@@ -63,7 +63,7 @@ def test_apply_pass_does_not_blame_the_pass_for_missing_memory() -> None:
     def allocate(graph: Graph) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
 
-    with pytest.raises(RuntimeError, match="^DefaultCPUAllocator"):
+    with pytest.raises(RuntimeError, match=r"^DefaultCPUAllocator"):
         apply_pass(Pass(allocate), captured("llama"), Plan([], []), CONTEXT, lambda name, text: Path())
 
 
