@@ -12,6 +12,7 @@ from typing import Any
 
 from optkit.checkpoint.validate import MAX_JSON_BYTES
 from optkit.errors import UserError
+from optkit.text.tokenizer import Tokenizer
 from optkit.untrusted_json import parse_json, read_bounded
 
 TOKENIZER = "tokenizer.json"
@@ -69,3 +70,13 @@ def notes_on_tokenizer(directory: Path) -> tuple[str, ...]:
     if (directory / TOKENIZER).is_file() or tokenizer_of_vocabulary(directory) is not None:
         return ()
     return (NO_TOKENIZER,)
+
+
+def refuse_broken_tokenizer(directory: Path) -> None:
+    """Refuse a tokenizer that ``optkit serve`` could not read from the artifact.
+
+    Raises:
+        UserError: with the file.
+    """
+    if (directory / TOKENIZER).is_file():
+        Tokenizer.from_directory(directory)

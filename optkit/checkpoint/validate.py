@@ -48,6 +48,8 @@ BOUNDS = {
     **dict.fromkeys(["vocab_size"], _VOCABULARY),
     **dict.fromkeys(["max_position_embeddings", "n_positions", "n_ctx"], _LENGTH),
 }
+# A prompt and an answer of a token each.
+LEAST = dict.fromkeys(["max_position_embeddings", "n_positions", "n_ctx"], 2)
 
 
 @dataclass(frozen=True)
@@ -169,14 +171,14 @@ def _check_json(file: Path) -> None:
                 "'transformers_weights' names another weights file", where=str(file), fix=f"use {SINGLE}"
             )
         if key in BOUNDS:
-            _check_bound(key, value, BOUNDS[key], file)
+            _check_bound(key, value, LEAST.get(key, 0), BOUNDS[key], file)
 
 
-def _check_bound(key: str, value: Any, limit: int, file: Path) -> None:
-    """Check that ``value`` is null, an integer from 0 to ``limit``, or a list of integers in the range, by layer."""
+def _check_bound(key: str, value: Any, least: int, limit: int, file: Path) -> None:
+    """Check that ``value`` is null, an integer from ``least`` to ``limit``, or a list of such integers, by layer."""
     for number in value if isinstance(value, list) else [value]:
-        if number is not None and (type(number) is not int or not 0 <= number <= limit):
-            what = f"'{key}' must be an integer from 0 to {limit}, got {number!r:.40}"
+        if number is not None and (type(number) is not int or not least <= number <= limit):
+            what = f"'{key}' must be an integer from {least} to {limit}, got {number!r:.40}"
             raise UserError(what, where=str(file))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from optkit.artifact import staging
 from optkit.checkpoint.locate import ModelSource, resolve
-from optkit.checkpoint.text_files import notes_on_tokenizer
+from optkit.checkpoint.text_files import notes_on_tokenizer, refuse_broken_tokenizer
 from optkit.checkpoint.validate import validate_checkpoint
 from optkit.evaluation.limits import FINAL_TOKENS
 from optkit.evaluation.long.check import check_long
@@ -154,6 +154,7 @@ def optimize(
     staging.check_output(out, force=force)
     source = resolve(model, progress).with_adapters(adapters)
     info = validate_checkpoint(source.directory)
+    refuse_broken_tokenizer(source.directory)
     source = replace(source, notes=(*source.notes, *notes_on_tokenizer(source.directory)))
     check_text(recipe, source.directory)
     check_long(recipe, source.directory, info.config.get("max_position_embeddings"))

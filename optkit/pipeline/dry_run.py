@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from optkit.checkpoint.locate import resolve
-from optkit.checkpoint.text_files import notes_on_tokenizer
+from optkit.checkpoint.text_files import notes_on_tokenizer, refuse_broken_tokenizer
 from optkit.checkpoint.validate import validate_checkpoint
 from optkit.errors import UserError
 from optkit.evaluation.limits import FINAL_TOKENS
@@ -57,6 +57,7 @@ def dry_run(
 
     resolved = resolve_passes(recipe)
     source = resolve(model, progress, weights=False).with_adapters(adapters)
+    refuse_broken_tokenizer(source.directory)
     target, about_target = planning_target(recipe.target)
     progress("capturing the model without weights")
     graph = capture_planned(source.directory, recipe.runtime.max_model_len, source.adapters)

@@ -132,7 +132,8 @@ def _load_fast(path: Path) -> FastTokenizer:
     try:
         return FastTokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:
-        raise UserError(f"not a tokenizer: {error!s:.200}", where=str(path)) from error
+        fix = "download or copy it again"
+        raise UserError(f"not a tokenizer: {error!s:.200}", where=str(path), fix=fix) from error
 
 
 def _load_json(path: Path) -> dict[str, Any]:

@@ -10,8 +10,15 @@ import pytest
 from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoTokenizer
 
-from optkit.checkpoint.text_files import NO_TOKENIZER, notes_on_tokenizer, write_text_files
+from optkit.checkpoint.text_files import (
+    NO_TOKENIZER,
+    notes_on_tokenizer,
+    refuse_broken_tokenizer,
+    write_text_files,
+)
+from optkit.errors import UserError
 from optkit.text.tokenizer import Tokenizer
+from tests.support.model_directory import save_model
 
 TEXT = "the old man and the sea, the sun and the rain; an old man sat by the sea and the sun was on the sea"
 CONFIG = {"model_type": "opt", "architectures": ["OPTForCausalLM"], "bos_token_id": 2, "eos_token_id": 2}
@@ -69,3 +76,22 @@ def test_model_without_a_tokenizer_is_noted(older: Path, tmp_path: Path, damage:
         (older / "vocab.json").write_text("[")
     assert not (written(older, tmp_path) / "tokenizer.json").exists()
     assert notes_on_tokenizer(older) == (NO_TOKENIZER,)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"model": {"type": "none"}}'])
+def test_a_tokenizer_that_can_not_be_served_is_refused(older: Path, text: str) -> None:
+    refuse_broken_tokenizer(older)
+    (older / "tokenizer.json").write_text(text)
+    with pytest.raises(UserError, match=r"tokenizer\.json: not a tokenizer: .*download or copy it again"):
+        refuse_broken_tokenizer(older)
+
+
+def test_optimize_refuses_a_broken_tokenizer_before_anything_is_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from optkit.pipeline.driver import Pipeline, optimize
+
+    monkeypatch.setattr(Pipeline, "run", lambda self: pytest.fail("the run began"))
+    (save_model(tmp_path / "m") / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match="not a tokenizer"):
+        optimize(str(tmp_path / "m"), "baseline", tmp_path / "out")

@@ -186,6 +186,8 @@ def test_links_into_the_blobs_of_a_hub_snapshot_are_allowed(model: Path, tmp_pat
     "change",
     [
         {"num_hidden_layers": 1025},
+        {"max_position_embeddings": 0},
+        {"n_positions": 1},
         {"hidden_size": 1 << 40},
         {"vocab_size": (1 << 21) + 1},
         {"vocab_size": -1},
