@@ -27,6 +27,7 @@ from optkit.extras import need_extra
 
 SHARD_BYTES = 1 << 30
 NOTE_FILE = "optkit_source.json"
+ANOTHER = "download or copy it again, or take another file of the model"
 # int8 and w4a8 with groups of 32 have the block's own levels.
 KEPT = {"Q8_0": "int8", "Q4_0": "w4a8 (symmetric)", "Q4_1": "w4a8", "Q4_K": "w4a8"}
 NARROW = {"F16": "float16", "BF16": "bfloat16"}
@@ -37,6 +38,9 @@ SIZES = {
     "key_length": "head_dim", "value_length": "head_dim", "context_length": "max_position_embeddings",
     "expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size",
 }  # fmt: skip
+
+NEVER_ZERO = ("block_count", "embedding_length", "head_count", "vocab_size", "context_length")
+TOKENIZER_KEY = "tokenizer.ggml.model"
 
 
 class Stacked(Exception):
@@ -58,6 +62,7 @@ def convert(file: Path, digest: str, temporary: Path, written: Path) -> None:
     source = {"gguf_file": "model.gguf", "local_files_only": True}
     try:
         with read_once():
+            refuse_version(file)
             refuse_cut(file)
             kinds = checked_blocks(file)
             tokenizer = AutoTokenizer.from_pretrained(alone, **source)
@@ -69,7 +74,8 @@ def convert(file: Path, digest: str, temporary: Path, written: Path) -> None:
         if isinstance(error, UserError):
             raise
         refused = refusal(error)
-        fix = "a GGUF of an architecture that transformers reads is needed"
+        unknown = "architecture" in str(error) and "not supported" in str(error)
+        fix = "a GGUF of an architecture that transformers reads is needed" if unknown else ANOTHER
         what = f"cannot convert this GGUF: {' '.join(str(error).split())[:300] or type(error).__name__}"
         raise refused or UserError(what, where=str(file), fix=fix) from error
     for argument in ("local_files_only", "is_local"):  # about this load, not about the tokenizer
@@ -116,6 +122,24 @@ def note_of(directory: Path) -> str:
     return "; ".join(parts)
 
 
+def refuse_version(file: Path) -> None:
+    """Refuse a version of the format that the ``gguf`` package does not read.
+
+    Raises:
+        UserError: with the versions that it reads.
+    """
+    need_extra("formats", "reading GGUF")
+    from gguf.gguf_reader import READER_SUPPORTED_VERSIONS
+
+    with file.open("rb") as stream:
+        field = stream.read(8)[4:]
+    version = min(int.from_bytes(field, "little"), int.from_bytes(field, "big"))  # of either order of bytes
+    if len(field) == 4 and version not in READER_SUPPORTED_VERSIONS:
+        known = " or ".join(map(str, READER_SUPPORTED_VERSIONS))
+        what = f"cannot convert this GGUF: it is of version {version} of the format"
+        raise UserError(what, where=str(file), fix=f"take a file of version {known}")
+
+
 def refuse_cut(file: Path) -> None:
     """Refuse a file whose end is missing, as a download that broke off leaves it.
 
@@ -141,7 +165,8 @@ def checked_blocks(file: Path) -> dict[str, int]:
     """The number of tensors of each block type, after a check of the sizes that the file states.
 
     Raises:
-        ValueError: a size beyond any real model, which would take memory without end.
+        ValueError: a size beyond any real model, which would take memory without end, or zero.
+        UserError: there is no tokenizer.
     """
     need_extra("formats", "reading GGUF")
     from gguf import GGUFReader
@@ -149,10 +174,19 @@ def checked_blocks(file: Path) -> dict[str, int]:
     reader = GGUFReader(file)
     for name, field in reader.fields.items():
         key = name.rpartition(".")[2]
-        bound = BOUNDS[SIZES[key]] if key in SIZES else 0
-        for value in as_list(field.contents()) if bound else ():
-            if type(value) is not int or not 0 <= value <= bound:
-                raise ValueError(f"'{name:.80}' must be an integer from 0 to {bound}, got {value!r:.40}")
+        bound, content = BOUNDS[SIZES[key]] if key in SIZES else 0, field.contents()
+        least = int(key in NEVER_ZERO and not isinstance(content, list))  # some layers may have no heads
+        for value in as_list(content) if bound else ():
+            if type(value) is not int or not least <= value <= bound:
+                raise ValueError(
+                    f"'{name:.80}' must be an integer from {least} to {bound}, got {value!r:.40}"
+                )
+    if TOKENIZER_KEY not in reader.fields:
+        raise UserError(
+            f"cannot convert this GGUF: it has no tokenizer (the key '{TOKENIZER_KEY}')",
+            where=str(file),
+            fix="take a file with a tokenizer, or the Hugging Face directory of the model",
+        )
     return dict(Counter(tensor.tensor_type.name for tensor in reader.tensors))
 
 

@@ -120,6 +120,15 @@ HUGE = (2**31 - 1).to_bytes(4, "little")
         (lambda data: data[:24], "its end is missing"),
         (lambda data: data[:-10], "its end is missing"),
         (lambda data: changed(data, "qwen3.block_count", 4, HUGE), "'qwen3.block_count' must be an integer"),
+        (
+            lambda data: changed(data, "qwen3.attention.head_count", 4, b"\0" * 4),
+            "'qwen3.attention.head_count' must be an integer from 1 to 65536, got 0. download or copy it again",
+        ),
+        (
+            lambda data: data[:4] + b"\x09" + data[5:],
+            "version 9 of the format. take a file of version 2 or 3",
+        ),
+        (lambda data: data, "it has no tokenizer (the key 'tokenizer.ggml.model'). take a file with"),
         (lambda data: changed(data, "qwen3.vocab_size", 4, HUGE), "'qwen3.vocab_size' must be an integer"),
         (lambda data: changed(data, "blk.0.ffn_up.weight", 0, HUGE), "size"),  # the number of dimensions
         (lambda data: changed(data, "blk.0.ffn_up.weight", 4, b"\xff" * 8), "multiple"),  # a dimension
