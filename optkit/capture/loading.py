@@ -24,8 +24,9 @@ from transformers.modeling_utils import LoadStateDictConfig
 from optkit.capture import boundary
 from optkit.capture.experts import checkpoint_origins
 from optkit.checkpoint.source import Source
-from optkit.checkpoint.validate import INDEX, SINGLE
+from optkit.checkpoint.validate import INDEX, MAX_JSON_BYTES, SINGLE, entries
 from optkit.errors import UnsupportedModel, UserError, first_line, refusal
+from optkit.untrusted_json import parse_json, read_bounded
 
 MOST_NUMBERS = (
     4  # of a model's parameters, for each number in the checkpoint, where the tensors can't be compared
@@ -50,8 +51,26 @@ def refusals(
     except Exception as error:
         if refusal(error) is not None:
             raise
+        refuse_unknown_value(error, Path(where, "config.json"))
         kind = f"{type(error).__name__}: " if typed else "KeyError " if isinstance(error, KeyError) else ""
         raise UnsupportedModel(f"{failure}: {kind}{first_line(error)}", where=where) from error
+
+
+def refuse_unknown_value(error: Exception, file: Path) -> None:
+    """Refuse a value of ``config.json`` that transformers looked up and did not find: its error has the value alone.
+
+    Raises:
+        UnsupportedModel: with key and value.
+    """
+    value = error.name if isinstance(error, AttributeError) else error.args[0] if error.args else None
+    if not isinstance(error, (AttributeError, KeyError)) or not isinstance(value, str) or not file.is_file():
+        return
+    config = parse_json(read_bounded(file, MAX_JSON_BYTES), str(file))
+    key = next((key for key, given in entries(config) if given == value), None)
+    if key is not None:
+        fix = "correct it, or install a version of transformers that does"
+        what = f"transformers {transformers.__version__} does not know the value '{value:.60}' of '{key:.60}'"
+        raise UnsupportedModel(what, where=str(file), fix=fix) from error
 
 
 def read_config(directory: Path) -> Any:

@@ -160,7 +160,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _check_json(file: Path) -> None:
     """Refuse code references and absurd sizes anywhere in ``file``."""
-    for key, value in _walk(_read_json(file)):
+    for key, value in entries(_read_json(file)):
         if key == "auto_map" or (key == "trust_remote_code" and value):
             what = f"'{key}' asks to run Python code that comes with the model; optkit never does"
             raise UnsupportedModel(what, where=str(file), fix="use a model that transformers itself supports")
@@ -182,7 +182,7 @@ def _check_bound(key: str, value: Any, least: int, limit: int, file: Path) -> No
             raise UserError(what, where=str(file))
 
 
-def _walk(root: Any) -> Iterator[tuple[str, Any]]:
+def entries(root: Any) -> Iterator[tuple[str, Any]]:
     """Every key and value at any depth, without recursion."""
     pending = [root]
     while pending:
