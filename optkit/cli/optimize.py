@@ -145,7 +145,11 @@ def _dry_run(model: str, recipe: Recipe, adapters: list[Path], as_json: bool) ->
             console.stdout.print(
                 f"    skips {skip['count']}x: {skip['reason']} (first: {skip['first']})", style="dim"
             )
-    print_table(_prediction_table(plan))
+    if plan["baseline"]:
+        print_table(_prediction_table(plan))
+    if plan.get("unpredicted"):
+        points = ", ".join(plan["unpredicted"])
+        console.stdout.print(f"no prediction for {points}: the model is too large to measure on this machine")
     console.stdout.print(f"target {plan['target']['name']}, ceilings {plan['target']['source']}", style="dim")
 
 

@@ -7,15 +7,18 @@ planned. Passes run on that graph in order, as they would in a run; only measure
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from optkit.checkpoint.locate import resolve
+from optkit.checkpoint.safetensors_header import TensorInfo
 from optkit.checkpoint.text_files import notes_on_tokenizer, refuse_broken_tokenizer
 from optkit.checkpoint.validate import validate_checkpoint
 from optkit.errors import UserError
 from optkit.evaluation.limits import FINAL_TOKENS
+from optkit.evaluation.speed import workload_points
+from optkit.graph.ir import Graph
 from optkit.machine.present import planning_target
 from optkit.machine.target import Target
 from optkit.passes.base import PassContext, no_progress
@@ -28,15 +31,17 @@ from optkit.recipe.schema import Recipe
 
 
 def estimated(
-    directory: Path, resolved: Sequence[Resolved], target: Target, *, float_copies: bool
+    directory: Path, graph: Graph, resolved: Sequence[Resolved], target: Target, *, float_copies: bool
 ) -> dict[str, Any] | None:
     """Seconds and bytes of a run, with a line of text, and the refusal of a run that cannot fit this machine.
 
-    None without weights, and for GPUs.
+    Without weights the sizes are those of the captured ``graph``. None for GPUs.
     """
     info = validate_checkpoint(directory, weights=False)
-    if not info.tensors or target.kind != "cpu":
+    if target.kind != "cpu":
         return None
+    if not info.tensors:
+        info = replace(info, tensors=tensors_by_config(graph))
     found = estimate(info, resolved, target, FINAL_TOKENS, float_copies=float_copies)
     try:
         refuse_what_cannot_fit(found, target, Path.cwd(), resolved)
@@ -45,12 +50,19 @@ def estimated(
     return {**found.to_dict(), "line": found.line()}
 
 
+def tensors_by_config(graph: Graph) -> dict[str, TensorInfo]:
+    """The tensors that a checkpoint of the captured ``graph`` would have; of the parts of a weight, one for all."""
+    weights = [weight for weight in graph.weights.values() if weight.origin is not None]
+    return {w.origin.parts[0].name: TensorInfo(Path(), "F32", tuple(w.shape)) for w in weights if w.origin}
+
+
 def dry_run(
     model: str, recipe: Recipe, progress: Callable[[str], None] = no_progress, adapters: Sequence[Path] = ()
 ) -> dict[str, Any]:
     """The plan of ``recipe`` on ``model`` with ``adapters`` merged.
 
-    The plan has for each pass sites, skips and predicted seconds [before, after].
+    The plan has for each pass sites, skips and predicted seconds [before, after], and the points of the workload at
+    which the model is too large for a prediction here.
     Of alternatives, the candidate with the least predicted cost counts.
     """
     from optkit.pipeline.dry_graph import capture_planned
@@ -61,6 +73,7 @@ def dry_run(
     target, about_target = planning_target(recipe.target)
     progress("capturing the model without weights")
     graph = capture_planned(source.directory, recipe.runtime.max_model_len, source.adapters)
+    captured = graph
     baseline = {label: after for label, (_, after) in predict(graph, graph, recipe, target).items()}
     passes, alternatives = list[dict[str, Any]](), dict[str, list[dict[str, Any]]]()
     for item in resolved:
@@ -79,7 +92,10 @@ def dry_run(
         "recipe": recipe.name,
         "target": asdict(target),
         "baseline": baseline,
-        "estimate": estimated(source.directory, resolved, target, float_copies=recipe.files.float_copies),
+        "unpredicted": [p.label for p in workload_points(recipe) if p.label not in baseline],
+        "estimate": estimated(
+            source.directory, captured, resolved, target, float_copies=recipe.files.float_copies
+        ),
         "passes": passes,
         "alternatives": alternatives,
         "notes": [

@@ -89,6 +89,18 @@ def test_dry_run_says_that_the_run_would_be_refused(
     assert "would be refused: 32.0 GB of weights [too many]" in " ".join(capsys.readouterr().out.split())
 
 
+def test_dry_run_says_at_which_points_there_is_no_prediction(
+    calls: list[dict[str, Any]], capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PLAN, "unpredicted", ["decode@9"])
+    assert run(["optimize", "some-model", "-r", "baseline", "--dry-run"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "no prediction for decode@9: the model is too large" in shown and "predicted, ms" in shown
+    monkeypatch.setitem(PLAN, "baseline", {})
+    assert run(["optimize", "some-model", "-r", "baseline", "--dry-run"]) == 0
+    assert "predicted, ms" not in capsys.readouterr().out
+
+
 def test_optimize_exits_with_2_when_the_recipe_is_unknown(
     calls: list[dict[str, Any]], capsys: Output
 ) -> None:

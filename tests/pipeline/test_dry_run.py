@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +110,25 @@ def test_a_quantized_model_is_planned_from_its_weights(config_only: Path, tmp_pa
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="from its weights"):
         dry_run(str(tmp_path), load_recipe("ttft-cpu", SETTINGS))
+
+
+def test_a_config_is_enough_for_the_sizes(config_only: Path, tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    by_config, by_weights = (
+        dry_run(str(directory), load_recipe("baseline", SETTINGS))["estimate"]
+        for directory in (config_only, tmp_path)
+    )
+    assert by_config == by_weights and by_config["parameters"] > 0
+
+
+def test_points_without_a_prediction_are_named_and_the_run_would_be_refused(
+    config_only: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from optkit.pipeline import dry_run as module
+
+    target, about = module.planning_target("cpu")
+    small = replace(target, memory_bytes=1 << 16)
+    monkeypatch.setattr(module, "planning_target", lambda name: (small, about))
+    plan = dry_run(str(config_only), load_recipe("baseline", SETTINGS))
+    assert plan["unpredicted"] == POINTS and not plan["baseline"]
+    assert "of memory" in plan["estimate"]["refusal"]
