@@ -64,6 +64,8 @@ def check_capture(
     limit = tolerance, graph.meta.model_type
     first, second = prompts = [random_ids(graph, tokens) for tokens in TOKENS]
     last = graph.meta.max_model_len - len(second)
+    # transformers' cache has no length without a layer of attention
+    cached = any(True for _ in graph.calls(reference.attention, reference.paged_attention))
     with eager(model), short_configuration(model, short), fixed_rope(model, rope):
         expected = eager_logits(model, first)
         refuse_not_finite(model, expected, graph.meta.model_type)
@@ -74,7 +76,7 @@ def check_capture(
             [p.tolist() for p in prompts]
         )
         for given, ids in zip(paged, prompts, strict=True):
-            compare("in batches of chunks", given, eager_logits(model, ids, use_cache=True), *limit)
+            compare("in batches of chunks", given, eager_logits(model, ids, use_cache=cached), *limit)
     with eager(model), short_configuration(model, short):
         cache: dict[str, Any] = {"past_key_values": LongCache(last)} if counted else {}
         far = eager_logits(model, second, position_ids=positions(second, last)[None], **cache)

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from optkit.capture import layer_numbers, recurrent
+from optkit.capture import boundary, capture, layer_numbers, recurrent
 from optkit.capture.check import check_capture
 from optkit.capture.flatten import Captured, flatten
 from optkit.errors import UnsupportedModel, UserError
@@ -15,7 +15,7 @@ from optkit.graph.ops import RECORDS, record_of
 from optkit.graph.ops.record import Work
 from optkit.graph.states import RecurrentSpec
 from optkit.graph.verify import verify
-from optkit.kernels import reference_recurrent
+from optkit.kernels import reference, reference_recurrent
 from optkit.kernels.cpu import native
 from optkit.kernels.cpu.program import Program
 from optkit.lowering import launch_plan
@@ -219,3 +219,12 @@ def test_three_positions_a_token_are_no_three_sequences(monkeypatch: pytest.Monk
     served = ragged_logits(lower(captured("qwen3_5_text"), TARGET), prompts)
     for prompt, logits in zip(prompts, served, strict=True):
         torch.testing.assert_close(logits, eager_logits(model, prompt), atol=TOLERANCE, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("lfm2", "conv"), ("qwen3_next", "linear_attention")])
+def test_a_model_of_recurrent_layers_alone_is_captured(name: str, kind: str) -> None:
+    """transformers' cache has no length there, and fails."""
+    boundary.register()
+    options = {"num_hidden_layers": 2, "layer_types": [kind] * 2}
+    graph = capture(boundary.built(lambda attention: tiny_model(name, attention=attention, **options)))
+    assert not list(graph.calls(reference.attention)) and graph.weights
