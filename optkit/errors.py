@@ -65,7 +65,7 @@ class UserError(OptkitError):
 def refusal(error: Exception) -> UserError | None:
     """The user error for a refusal by the operating system, such as a full disk; None for any other error.
 
-    safetensors raises an exception of its own, with the error's number in the text, torch one for memory.
+    safetensors raises another exception, with the error's number in the text.
     """
     if is_out_of_memory(error):
         fix = "close other programs, or take a machine with more memory or a smaller model"
@@ -79,7 +79,7 @@ def refusal(error: Exception) -> UserError | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True for an allocation that failed, by Python, torch or the operating system."""
+    """True for a failed allocation, by Python, torch or the operating system."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, MemoryError) or (
@@ -88,7 +88,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def memory_text(error: BaseException) -> str:
-    """What an allocator says of the memory that it did not get, without its place in the C++ code."""
+    """The text of an allocator, without the place in the C++ code."""
     text = first_line(error).removeprefix("MemoryError")
     return text.rpartition("DefaultCPUAllocator: ")[2] or "an allocation failed"
 

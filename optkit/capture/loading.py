@@ -57,7 +57,7 @@ def refusals(
 
 
 def refuse_unknown_value(error: Exception, file: Path) -> None:
-    """Refuse a value of ``config.json`` that transformers looked up and did not find: its error has the value alone.
+    """Refuse a value of ``config.json`` unknown to transformers, whose error has the value alone.
 
     Raises:
         UnsupportedModel: with key and value.
@@ -140,7 +140,7 @@ def build_model(
 
 
 def refuse_not_finite(name: str, weight: Tensor, where: str) -> None:
-    """Refuse a weight with NaN or an infinite value, of which a few tokens may never show anything.
+    """Refuse a weight with NaN or an infinite value, which a few tokens may never show.
 
     Raises:
         UnsupportedModel: a value is not finite.
@@ -166,13 +166,13 @@ def refuse_report(
 
 
 def refuse_other_tensors(config: Any, source: Source, stored: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse tensors of the shapes ``stored`` that are not those of the model, before memory is taken for it.
+    """Refuse tensors of the shapes ``stored`` in contradiction to the model, before the model takes memory.
 
-    transformers takes memory for each parameter without a tensor. Here it converts tensors on the meta device, which
-    have shapes alone. Where that fails, as conversions that read values do, only the sizes are compared.
+    transformers takes memory for each parameter without a tensor. Here the conversion is on the meta device, with
+    shapes alone. Where the conversion fails, for example by reading values, only the sizes are compared.
 
     Raises:
-        UnsupportedModel: a parameter has no tensor, or one of another shape, or the config is of a far larger model.
+        UnsupportedModel: a parameter has no tensor, or another shape, or the config is of a far larger model.
     """
     where = str(source.directory)
     with refusals(where), torch.device("meta"):

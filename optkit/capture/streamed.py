@@ -59,7 +59,7 @@ def streamed_class(source: Source) -> tuple[Any, Any, dict[str, torch.Size]] | N
     """Class, configuration and shapes of a model whose weights stay on disk; None for a model to be loaded whole.
 
     Raises:
-        UnsupportedModel: a parameter has no tensor, or one of another shape.
+        UnsupportedModel: a parameter has no tensor, or another shape.
     """
     if source.layers or source.float4 or source.text:
         return None

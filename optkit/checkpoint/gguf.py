@@ -123,10 +123,10 @@ def note_of(directory: Path) -> str:
 
 
 def refuse_version(file: Path) -> None:
-    """Refuse a version of the format that the ``gguf`` package does not read.
+    """Refuse a version of the format unknown to the ``gguf`` package.
 
     Raises:
-        UserError: with the versions that it reads.
+        UserError: with the known versions.
     """
     need_extra("formats", "reading GGUF")
     from gguf.gguf_reader import READER_SUPPORTED_VERSIONS

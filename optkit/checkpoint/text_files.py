@@ -73,7 +73,7 @@ def notes_on_tokenizer(directory: Path) -> tuple[str, ...]:
 
 
 def refuse_broken_tokenizer(directory: Path) -> None:
-    """Refuse a tokenizer that ``optkit serve`` could not read from the artifact.
+    """Refuse a tokenizer unreadable to ``optkit serve``.
 
     Raises:
         UserError: with the file.

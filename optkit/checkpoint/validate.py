@@ -175,7 +175,7 @@ def _check_json(file: Path) -> None:
 
 
 def _check_bound(key: str, value: Any, least: int, limit: int, file: Path) -> None:
-    """Check that ``value`` is null, an integer from ``least`` to ``limit``, or a list of such integers, by layer."""
+    """Check that ``value`` is null, an integer from ``least`` to ``limit``, or a list of integers of the range."""
     for number in value if isinstance(value, list) else [value]:
         if number is not None and (type(number) is not int or not least <= number <= limit):
             what = f"'{key}' must be an integer from {least} to {limit}, got {number!r:.40}"
