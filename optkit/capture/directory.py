@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from optkit.capture import boundary
 from optkit.capture.adapters import merge_adapters
+from optkit.capture.building import build_model
 from optkit.capture.export import capture
-from optkit.capture.loading import build_model, class_of, refusals
+from optkit.capture.loading import class_of, refusals
 from optkit.capture.quantized import architecture_config, capture_quantized
 from optkit.capture.streamed import capture_streamed
 from optkit.checkpoint.adapter import Adapter

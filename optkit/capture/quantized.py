@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from optkit.capture.building import build_model, refuse_missing
 from optkit.capture.experts import checkpoint_origins
 from optkit.capture.export import capture
-from optkit.capture.loading import build_model, class_of, read_config, refusals, refuse_missing
+from optkit.capture.loading import class_of, read_config, refusals
 from optkit.checkpoint.insertion import insert, share_with_embedding
 from optkit.checkpoint.quantized_linear import G_IDX, QuantizedLinear
 from optkit.checkpoint.source import Source

@@ -20,15 +20,10 @@ import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from optkit.capture.building import build_model, refuse_not_finite, refuse_other_tensors
 from optkit.capture.export import capture
 from optkit.capture.limits import MAX_LOADED_BYTES
-from optkit.capture.loading import (
-    build_model,
-    read_config,
-    refusals,
-    refuse_not_finite,
-    refuse_other_tensors,
-)
+from optkit.capture.loading import read_config, refusals
 from optkit.checkpoint.adapter import Adapter
 from optkit.checkpoint.source import Source
 from optkit.checkpoint.tensors import STORED_BYTES, float_bytes, stored
