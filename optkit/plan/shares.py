@@ -83,8 +83,8 @@ CPU = Shares(
     packing={Unit.FLOAT: 0.5},
     calls={Unit.FLOAT: 1e-5, Unit.PLAIN_ATTENTION: 1.5e-4},
     call_seconds=5e-7,  # ops of a native program
-    row_seconds=1e-4,
-    step_seconds=4e-4,
+    row_seconds=5e-5,
+    step_seconds=1e-4,
     source="shares of the ceilings that optkit's kernels reach",
 )
 # Each byte of a weight takes several instructions, so few rows do not wait for memory alone.
@@ -94,7 +94,7 @@ CPU_AVX2 = replace(
     bandwidth=CPU.bandwidth | {Unit.FLOAT: 0.28, Unit.ATTENTION_INT8: 0.23, Unit.PLAIN_ATTENTION: 0.1},
     reading=0.65,
     packing={Unit.FLOAT: 0.8},
-    step_seconds=6e-4,
+    step_seconds=2e-4,
 )
 DOT_PRODUCTS = {"avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm"}  # of bytes, in one instruction
 

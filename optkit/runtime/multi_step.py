@@ -1,9 +1,10 @@
-"""Multi-step decoding: decode steps one after another in a single call of the runner.
+"""Multi-step decoding: several decode steps in a call of the runner.
 
 While nothing but new tokens changes from step to step, the next steps are certain: the scheduler plans several
 (``Batch.num_steps``) and takes their blocks of KV beforehand, and the runner computes them without Python in between
 (``optkit.kernels.cpu.decode_steps``). The steps end early with the end of an answer and with an arrival. Each step's
-tokens are sent to the clients at once, so nobody waits for the last of the steps. The tokens are those of single steps.
+tokens are sent to the clients at once, so nobody waits for the last of the steps. The tokens are the tokens of single
+steps.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def is_plain(request: Request) -> bool:
 
 
 def choice_of(batch: Batch) -> Choice:
-    """How the tokens of the steps of ``batch`` are chosen."""
+    """The choice of tokens in the steps of ``batch``."""
     requests = [item.request for item in batch.items]
     draws = [uniforms(request, batch.num_steps) for request in requests]
     sampling = [request.sampling for request in requests]

@@ -52,8 +52,8 @@ class FakeRunner(TokenKV):
         nan_token: a prompt with the token gets NaN logits.
         die_token: a prompt with the token ends the process.
         remember: keep all batches; off for a server under load.
-        is_multi_step: several decode steps in a call, which an arrival seems to end at times.
-        sent: the frames of the steps in a call, which a socket would have got.
+        is_multi_step: several decode steps in a call, at times ended early as by an arrival.
+        sent: the frames of the steps in a call, in place of a socket.
         slow_token: for a prompt with the token ``execute`` creates the file ``until.begun`` and computes until the
             file ``until`` exists, without a pause or, with ``parts``, in parts.
     """
@@ -193,7 +193,7 @@ class FakeRunner(TokenKV):
 
 
 def before(item: ScheduledRequest, ids: np.ndarray, back: int) -> np.ndarray:
-    """The tokens that the row ``back`` before the last sees of ``ids``: all before it, or its branch of a tree."""
+    """The tokens of ``ids`` seen by the row ``back`` before the last: all tokens before, or a branch of a tree."""
     if not isinstance(item.draft, DraftTree):
         return ids[: len(ids) - back]
     root, node = len(ids) - len(item.draft) - 1, len(item.draft) - back

@@ -444,7 +444,7 @@ class FaultyHistory(RuleBasedStateMachine):
             self.now += 0.01
 
     def take_sent(self) -> list[TokenOutput]:
-        """The outputs of several decode steps in a call, all but those of the last."""
+        """The outputs of several decode steps in a call, without the outputs of the last step."""
         frames = [ipc.from_worker.decode(frame[ipc.HEADER.size :]) for frame in self.sent]
         self.sent.clear()
         return [out for outputs in frames if isinstance(outputs, tuple) for out in outputs]

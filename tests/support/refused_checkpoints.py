@@ -1,4 +1,4 @@
-"""Checkpoints of a tiny Llama with something wrong, which capture refuses in one line."""
+"""Checkpoints of a tiny Llama with something wrong, which capture refuses."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ class CallList:
                 first = run.stop
 
     def decode(self, sizes: Sequence[int], steps: ctypes.Structure) -> int:
-        """Run decode steps one after another, as ``optkit.kernels.cpu.decode_steps`` prepares them; their number."""
+        """Run the decode ``steps`` prepared by ``optkit.kernels.cpu.decode_steps``; the number of steps with tokens."""
         self._sizes[:] = list(sizes)
         self._place_arenas(sizes)
         arguments = self._native_arguments(0, self.num_calls)

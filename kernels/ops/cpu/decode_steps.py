@@ -1,8 +1,8 @@
-"""Decode steps one after another in one native call (decode_steps.cpp), with the tokens sent as they come.
+"""Several decode steps in a native call (decode_steps.cpp), with the tokens of each step sent at once.
 
 Between two steps of a few milliseconds, Python takes a tenth of the time. Where nothing but new tokens changes from
 step to step, ``decode`` runs the program of a step, chooses a token for each sequence, and writes the inputs of the
-next step. The tokens are those of the same steps one by one.
+next step. The tokens are the tokens of single steps.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Steps(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Choice:
-    """How tokens are chosen from logits.
+    """The choice of tokens from logits.
 
     Attributes:
         parameters: temperature, top_k, top_p and min_p of each of the S sequences.
@@ -66,10 +66,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Outlet:
-    """Where the tokens of a step go at once.
+    """The socket for the tokens of a step, at once.
 
     Attributes:
-        watched: descriptors that end the steps when they can be read.
+        watched: descriptors; the steps end when there is something to read.
         sink: a socket for the tokens of each step but the last; -1 sends nothing.
         frame: the bytes to send, with room for the number of each token, four bytes, the highest first.
         places: the place of each sequence's token in ``frame``.
@@ -93,14 +93,14 @@ def decode(
     """Run decode steps of ``calls``; the tokens of the steps, [n, S] int64.
 
     The steps end after the last of ``choice``, after a step with a token of ``choice.stops``, and when a descriptor of
-    ``outlet`` can be read. A step that fails is not among the ``n``, nor is any after it.
+    ``outlet`` can be read. A failed step is not among the ``n``.
 
     Args:
-        calls: the program of a step, with the addresses of all its inputs and of ``logits``.
+        calls: the program of a step, with the addresses of all inputs and of ``logits``.
         sizes: of the batch, as for ``CallList.run``.
         logits: [S, V] float32, which ``calls`` write.
         batch: the inputs of the first step, which are changed: ``input_ids``, ``positions``, ``seq_lens`` and
-            ``tables``. They and ``logits`` are dense and of the types that ``calls`` read.
+            ``tables``; dense as ``logits``, and of the types in ``calls``.
         tables: the names of slot mapping and block tables of each group of layers. The tables have blocks for all
             tokens of all steps.
 

@@ -391,10 +391,10 @@ class Scheduler:
         return min(self._final_length(request) - len(request.token_ids), request.until_change) - 1
 
     def _num_steps(self, items: Sequence[ScheduledRequest]) -> int:
-        """The decode steps of ``items`` that can run one after another, whose blocks are taken.
+        """The number of decode steps for ``items`` without a decision in between; takes the blocks for all steps.
 
-        More than one where all running requests decode, none of them is steered by anything but its logits, and
-        nothing that waits could begin before one of them ends.
+        More than 1 where every running request decodes by logits and sampling parameters alone, and no waiting request
+        could begin before the end of a running request.
         """
         if self.most_steps < 2 or not items or len(items) < len(self.running):
             return 1
@@ -415,7 +415,7 @@ class Scheduler:
         return 1
 
     def next_outputs(self, batch: Batch, token: int) -> list[TokenOutput]:
-        """The output of each item of ``batch`` with ``token``, if its answer goes on after it."""
+        """The output of each item of ``batch`` with ``token``, before the end of the answers."""
         return [self._output(item.request, (token,)) for item in batch.items]
 
     def _roll(self, request: Request) -> bool:
@@ -588,7 +588,7 @@ class Scheduler:
     def _append(
         self, item: ScheduledRequest, tokens: tuple[int, ...], num_sent: int = 0
     ) -> list[TokenOutput]:
-        """Append ``tokens``: the right tokens of the draft and the token sampled afterwards, or those of several steps.
+        """Append ``tokens``: the right tokens of the draft and the token sampled afterwards, or those of many steps.
 
         The outputs are of all tokens but the first ``num_sent``.
         """
@@ -671,7 +671,7 @@ class Scheduler:
 
 
 def num_computed_steps(batch: Batch, results: Sequence[Result]) -> int:
-    """The steps of ``batch`` that were computed: the tokens of each item, where several steps were planned."""
+    """The number of computed steps: the tokens of each item, where several steps were planned."""
     first = results[0] if batch.num_steps > 1 else None
     return len(first) if isinstance(first, tuple) else 1
 
