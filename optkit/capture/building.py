@@ -130,7 +130,7 @@ def differences(model: Any, tensors: Mapping[str, Tensor]) -> tuple[set[tuple[st
     Raises:
         Exception: of any type, where a conversion fails there.
     """
-    conversions = get_model_conversion_mapping(model)
+    conversions: Any = get_model_conversion_mapping(model)
     options = LoadStateDictConfig(device_map={"": torch.device("meta")}, weight_mapping=conversions)
     convert = convert_and_load_state_dict_in_model
     plan = (
