@@ -144,7 +144,10 @@ def session(sides: Sequence[Side], ids: Sequence[int], progress: Progress) -> It
     """
     before = environment()
     with ExitStack() as stack:
-        urls = [_start(side, stack, progress) for side in sides]
+        ports = servers.free_ports(len(sides))
+        # side by side, since most of a start is one thread
+        waits = [_start(side, port, stack, progress) for side, port in zip(sides, ports, strict=True)]
+        urls = [wait() for wait in waits]
         running = [
             RunningSide(side.name, url, servers.model_name(url, side.api_key), side.api_key)
             for side, url in zip(sides, urls, strict=True)
@@ -164,14 +167,16 @@ def warmups(
     return workload.build(few, ids)
 
 
-def _start(side: Side, stack: ExitStack, progress: Progress) -> str:
+def _start(side: Side, port: int, stack: ExitStack, progress: Progress) -> Callable[[], str]:
+    """Start the server of ``side``, if it is none that runs; a function that waits until it answers, and its URL."""
     if side.url is not None:
-        return side.url.rstrip("/").removesuffix("/v1")
+        url = side.url.rstrip("/").removesuffix("/v1")
+        return lambda: url
     if side.command is None:
         raise UserError("a side needs a URL or a command", where=side.name)
     progress(f"starting {side.name}")
-    port = servers.free_port()
-    return stack.enter_context(servers.running(side.command(port), port))
+    wait = stack.enter_context(servers.starting(side.command(port), port))
+    return lambda: wait().url
 
 
 def open_session(

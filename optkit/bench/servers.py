@@ -15,8 +15,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -34,9 +34,16 @@ STOP_TIMEOUT = 10.0
 
 def free_port() -> int:
     """A free TCP port of the loopback address."""
-    with socket.socket() as sock:
-        sock.bind((HOST, 0))
-        return int(sock.getsockname()[1])
+    return free_ports(1)[0]
+
+
+def free_ports(count: int) -> list[int]:
+    """``count`` different free TCP ports of the loopback address."""
+    with ExitStack() as stack:
+        socks = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for sock in socks:
+            sock.bind((HOST, 0))
+        return [int(sock.getsockname()[1]) for sock in socks]
 
 
 def optkit_command(artifact: Path, port: int) -> list[str]:
@@ -84,12 +91,28 @@ def started(
     command: Sequence[str], port: int, timeout: float = START_TIMEOUT, interval: float = 0.1
 ) -> Iterator[RunningServer]:
     """``running`` for callers with interest in the process, or in the time: ``/health`` is asked every ``interval``."""
+    with starting(command, port, timeout, interval) as wait:
+        yield wait()
+
+
+@contextmanager
+def starting(
+    command: Sequence[str], port: int, timeout: float = START_TIMEOUT, interval: float = 0.1
+) -> Iterator[Callable[[], RunningServer]]:
+    """Run ``command`` until the body is done; yields a function that waits for the server, for starts side by side.
+
+    The function raises ``UserError`` as ``running``.
+    """
     with tempfile.TemporaryFile() as log, _sigterm_exits():
         process = _spawn(command, log)
-        try:
-            url = f"http://{HOST}:{port}"
+        url = f"http://{HOST}:{port}"
+
+        def wait() -> RunningServer:
             _wait_healthy(process, url, log, timeout, interval)
-            yield RunningServer(url, process)
+            return RunningServer(url, process)
+
+        try:
+            yield wait
         finally:
             stop(process)
 
