@@ -103,6 +103,19 @@ def outputs_of(frames: bytes) -> list[TokenOutput]:
     return found
 
 
+def counted(runner: FakeRunner | ModelRunner) -> list[int]:
+    """The numbers of steps in the calls of ``runner.decode`` from now on."""
+    counts, decode = list[int](), runner.decode
+
+    def wrapper(*args: object) -> np.ndarray:
+        tokens = decode(*args)  # type: ignore[arg-type]
+        counts.append(len(tokens))
+        return tokens
+
+    runner.decode = wrapper  # type: ignore[method-assign]
+    return counts
+
+
 def take(texts: Texts, outputs: Sequence[TokenOutput]) -> None:
     for output in outputs:
         assert len(output.token_ids) <= 1 and output.error is None
@@ -126,17 +139,9 @@ def history(dice: random.Random) -> list[int]:
     )  # fmt: skip
     runner = FakeRunner(blocks, size, VOCAB, windows=windows, multi_step=True)
     engine = Engine(runner, config)
-    sends, counts = dice.random() < 0.5, list[int]()
+    sends, counts = dice.random() < 0.5, counted(runner)
     if sends:
         engine.make_outlet = some_socket
-    decode = runner.decode
-
-    def counted(*args: object) -> np.ndarray:
-        tokens = decode(*args)  # type: ignore[arg-type]
-        counts.append(len(tokens))
-        return tokens
-
-    runner.decode = counted  # type: ignore[method-assign]
     texts: Texts = {}
     asked: dict[str, EngineRequest] = {}
     over: dict[str, FinishReason] = {}
@@ -199,20 +204,13 @@ class Pipe:
 
 def answers(kind: str, seed: int, multi_step: bool) -> tuple[Texts, list[int]]:
     """The answers to random requests at random times by a saved model, and the numbers of steps in a call."""
-    dice, counts = random.Random(seed), list[int]()
+    dice = random.Random(seed)
     engine = saved_engine(kind, max_num_seqs=4, num_blocks=64)
     runner = cast(ModelRunner, engine.runner)
+    counts = counted(runner)
     pipe, texts = Pipe(random.Random(seed)), Texts()
     engine.make_outlet = pipe.outlet
     runner.is_multi_step = multi_step
-    decode = runner.decode
-
-    def counted(*args: object) -> np.ndarray:
-        tokens = decode(*args)  # type: ignore[arg-type]
-        counts.append(len(tokens))
-        return tokens
-
-    runner.decode = counted  # type: ignore[method-assign]
     waiting = [request(dice, number, 128, 40) for number in range(12)]
     while waiting or engine.has_work:
         if waiting and (pipe.has_news() or not engine.has_work or dice.random() < 0.1):
