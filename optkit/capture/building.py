@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -25,7 +25,7 @@ from optkit.capture.experts import checkpoint_origins
 from optkit.capture.loading import class_of, refusals
 from optkit.checkpoint.source import Source
 from optkit.checkpoint.validate import INDEX, SINGLE
-from optkit.errors import UnsupportedModel
+from optkit.errors import UnsupportedModel, printable
 
 MOST_NUMBERS = (
     4  # of a model's parameters, for each number in the checkpoint, where tensors can't be compared
@@ -33,13 +33,18 @@ MOST_NUMBERS = (
 
 
 def build_model(
-    model_class: Any, source: Source, config: Any, tensors: Mapping[str, Tensor] | None = None
+    model_class: Any,
+    source: Source,
+    config: Any,
+    tensors: Mapping[str, Tensor] | None = None,
+    notes: list[str] | None = None,
 ) -> Any:
     """The float32 model with all parameters from the checkpoint, in the attention of ``boundary.built``.
 
     Args:
         model_class: has ``from_pretrained``.
         tensors: in place of the tensors in the directory of ``source``.
+        notes: gets a sentence about tensors that the model does not use.
 
     Raises:
         UnsupportedModel: transformers can't build the model, or a tensor is missing or has another shape.
@@ -65,10 +70,18 @@ def build_model(
         refuse_missing(config, source)
         raise
     refuse_report(config, source, report["mismatched_keys"], report["missing_keys"])
+    if report["unexpected_keys"] and notes is not None:
+        notes.append(unused_note(report["unexpected_keys"]))
     for name, parameter in model.named_parameters():
         if 0 not in parameter.stride():  # no stand-in for a weight that is read later
             refuse_not_finite(name, parameter.data, where)
     return model
+
+
+def unused_note(names: Collection[str]) -> str:
+    """A sentence about tensors of a checkpoint that belong to no parameter, such as a layer beyond the config's."""
+    count = f"{len(names)} tensors" if len(names) > 1 else "a tensor"
+    return f"the model of config.json does not use {count} of the checkpoint, such as {printable(min(names))}"
 
 
 def refuse_not_finite(name: str, weight: Tensor, where: str) -> None:

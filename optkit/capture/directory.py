@@ -54,8 +54,8 @@ def capture_directory(
     streamed = capture_streamed(source, max_model_len) if weights and not adapters else None
     if streamed is not None:
         return streamed
-    model = load_model(source, weights)
     notes = [source.text.note] if source.text else []
+    model = load_model(source, weights, notes)
     notes += merge_adapters(model, adapters if source.text is None else map(of_text, adapters))
     graph = capture(model, max_model_len=max_model_len)
     for note in notes:
@@ -72,8 +72,11 @@ def of_text(adapter: Adapter) -> Adapter:
     )
 
 
-def load_model(source: Source, weights: bool) -> Any:
+def load_model(source: Source, weights: bool, notes: list[str]) -> Any:
     """The float model with optkit's attention boundary, on the meta device without ``weights``.
+
+    Args:
+        notes: gets sentences about the checkpoint (``build_model``).
 
     Raises:
         UnsupportedModel: transformers can't build the model, or a tensor is missing.
@@ -81,7 +84,7 @@ def load_model(source: Source, weights: bool) -> Any:
     config, where = architecture_config(source), str(source.directory)
     model_class: Any = AutoModelForCausalLM if source.text is None else class_of(config, where)
     if weights:
-        return build_model(model_class, source, config, None if source.text is None else dict(source))
+        return build_model(model_class, source, config, dict(source) if source.text else None, notes)
     make = AutoModelForCausalLM.from_config if source.text is None else model_class._from_config
     with refusals(where), torch.device("meta"):
         return boundary.built(

@@ -175,3 +175,15 @@ def test_a_value_that_is_not_finite_is_found_at_every_place(dtype: torch.dtype) 
         broken.view(-1)[place] = float("nan")
         with pytest.raises(UnsupportedModel, match="there: the weight w has"):
             building.refuse_not_finite("w", broken.to(dtype), "there")
+
+
+def test_a_layer_beyond_the_config_is_named_in_a_note(llama: Llama, tmp_path: Path) -> None:
+    config, tensors = llama
+    extra = {name.replace("layers.1.", "layers.2."): value.clone() for name, value in tensors.items()}
+    for directory, stored in ((tmp_path / "more", extra | tensors), (tmp_path / "same", tensors)):
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps(config))
+        save_file(stored, directory / "model.safetensors", {"format": "pt"})
+    (note,) = capture_directory(tmp_path / "more").notes
+    assert note.endswith("tensors of the checkpoint, such as model.layers.2.input_layernorm.weight")
+    assert not capture_directory(tmp_path / "same").notes
