@@ -14,6 +14,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -185,12 +187,18 @@ def blocks_per_sequence(point: Point, block_size: int) -> int:
 
 
 def step_function(
-    model: Executable, point: Point, recipe: Recipe, runner: ModelRunner | None = None
+    model: Executable,
+    point: Point,
+    recipe: Recipe,
+    runner: ModelRunner | None = None,
+    *,
+    in_a_row: bool = False,
 ) -> Callable[[], None]:
     """A function that runs ``point`` once on ``model``: all chunks of a prefill, or a decode step.
 
     Args:
         runner: of ``model``, with enough blocks; by default a runner of its own.
+        in_a_row: a decode begins with its inputs ready, as between two steps of one call (``runtime.multi_step``).
     """
     per_sequence = blocks_per_sequence(point, recipe.runtime.block_size)
     if point.is_decode:
@@ -199,7 +207,10 @@ def step_function(
             for i in range(point.sequences)
         )
         batches = [Batch(tuple(decodes))]
-        return runs(runner or runner_for(model, per_sequence * point.sequences, recipe, batches), batches)
+        runner = runner or runner_for(model, per_sequence * point.sequences, recipe, batches)
+        if in_a_row and runner.pools.device == "cpu" and not runner.num_slots:
+            return partial(_drop, runner.run, runner.batch_inputs(batches[0]))
+        return runs(runner, batches)
     budget = recipe.runtime.max_num_batched_tokens
     sizes = [min(budget, point.tokens - start) for start in range(0, point.tokens, budget)]
     starts = range(0, point.tokens, budget)
@@ -229,6 +240,11 @@ def runner_for(model: Executable, num_blocks: int, recipe: Recipe, batches: Sequ
     decodes = tuple(sizes & {sequences})
     runner.capture(Buckets(decodes, tuple(sorted(sizes - {sequences})), sequences, longest))
     return runner
+
+
+def _drop(run: Callable[[Any], object], inputs: Any) -> None:
+    """Run a step and drop the logits."""
+    run(inputs)
 
 
 def runs(runner: ModelRunner, batches: Sequence[Batch]) -> Callable[[], None]:

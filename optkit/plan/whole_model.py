@@ -55,7 +55,7 @@ def step_seconds(
     steps: dict[Point, Callable[[], None]] = {}
     samples: dict[Point, list[float]] = {}
     for point in points:
-        step = step_function(model, point, recipe, runner)
+        step = step_function(model, point, recipe, runner, in_a_row=True)
         taken = timed(step, 1)
         if left() < taken:
             break
