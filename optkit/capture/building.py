@@ -27,9 +27,8 @@ from optkit.checkpoint.source import Source
 from optkit.checkpoint.validate import INDEX, SINGLE
 from optkit.errors import UnsupportedModel, printable
 
-MOST_NUMBERS = (
-    4  # of a model's parameters, for each number in the checkpoint, where tensors can't be compared
-)
+# Of a model's parameters, for each number in the checkpoint, where tensors can't be compared.
+MOST_NUMBERS = 4
 
 
 def build_model(
@@ -146,9 +145,8 @@ def differences(model: Any, tensors: Mapping[str, Tensor]) -> tuple[set[tuple[st
     conversions: Any = get_model_conversion_mapping(model)
     options = LoadStateDictConfig(device_map={"": torch.device("meta")}, weight_mapping=conversions)
     convert = convert_and_load_state_dict_in_model
-    plan = (
-        {"tp_plan": None} if "tp_plan" in inspect.signature(convert).parameters else {}
-    )  # transformers 5.15
+    # transformers 5.15 asks for a plan of tensor parallelism
+    plan = {"tp_plan": None} if "tp_plan" in inspect.signature(convert).parameters else {}
     report, _ = convert(model, dict(tensors), options, **plan)
     if report.conversion_errors:
         raise ValueError(f"transformers can't convert {min(report.conversion_errors)} without values")

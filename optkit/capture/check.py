@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, DynamicCache
 
-from optkit.capture import boundary
+from optkit.capture import boundary, building
 from optkit.capture.loading import refusals
 from optkit.capture.rope import RopeChoice, fixed_rope
 from optkit.errors import UnsupportedModel
@@ -91,10 +91,8 @@ def refuse_not_finite(model: Any, logits: Tensor, model_type: str) -> None:
     """
     if bool(logits.isfinite().all()):
         return
-    broken = next((name for name, weight in model.named_parameters() if not weight.isfinite().all()), None)
-    if broken is not None:
-        what = f"the weight {broken} has values that are NaN or infinite"
-        raise UnsupportedModel(what, where=model_type, fix="download or copy the checkpoint again")
+    for name, weight in model.named_parameters():
+        building.refuse_not_finite(name, weight.data, model_type)
     what = "its logits in transformers are NaN or infinite, so there is nothing to compare with"
     raise UnsupportedModel(what, where=model_type)
 

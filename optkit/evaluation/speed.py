@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -209,7 +208,7 @@ def step_function(
         batches = [Batch(tuple(decodes))]
         runner = runner or runner_for(model, per_sequence * point.sequences, recipe, batches)
         if in_a_row and runner.pools.device == "cpu" and not runner.num_slots:
-            return partial(_drop, runner.run, runner.batch_inputs(batches[0]))
+            return partial(runner.run, runner.batch_inputs(batches[0]))
         return runs(runner, batches)
     budget = recipe.runtime.max_num_batched_tokens
     sizes = [min(budget, point.tokens - start) for start in range(0, point.tokens, budget)]
@@ -240,11 +239,6 @@ def runner_for(model: Executable, num_blocks: int, recipe: Recipe, batches: Sequ
     decodes = tuple(sizes & {sequences})
     runner.capture(Buckets(decodes, tuple(sorted(sizes - {sequences})), sequences, longest))
     return runner
-
-
-def _drop(run: Callable[[Any], object], inputs: Any) -> None:
-    """Run a step and drop the logits."""
-    run(inputs)
 
 
 def runs(runner: ModelRunner, batches: Sequence[Batch]) -> Callable[[], None]:

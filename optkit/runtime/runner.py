@@ -60,7 +60,6 @@ class ModelRunner:
     """
 
     num_ranks = 1
-    is_multi_step = False
 
     def __init__(
         self,

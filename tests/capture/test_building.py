@@ -16,15 +16,15 @@ from optkit.capture import building
 from optkit.capture.directory import capture_directory
 from optkit.errors import UnsupportedModel
 from tests.support.architectures import tiny_model
-from tests.support.refused_checkpoints import Llama, refusal, tiny_llama
+from tests.support.refused_checkpoints import Checkpoint, refusal, tiny_checkpoint
 
 UP = "model.layers.1.mlp.up_proj.weight"
 KEY = "model.layers.1.self_attn.k_proj.weight"
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Llama:
-    return tiny_llama(tmp_path_factory.mktemp("llama"))
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return tiny_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
 
 
 def test_capture_names_the_tensor_when_one_is_missing(llama: Any, tmp_path: Path) -> None:
@@ -35,12 +35,9 @@ def test_capture_names_the_tensor_when_one_is_missing(llama: Any, tmp_path: Path
 
 
 @pytest.fixture(scope="module")
-def qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     """Config and tensors of a tiny model with 4 experts a layer, one tensor an expert."""
-    directory = tmp_path_factory.mktemp("qwen3_moe")
-    tiny_model("qwen3_moe").save_pretrained(directory)
-    config = json.loads((directory / "config.json").read_text())
-    return config, load_file(directory / "model.safetensors")
+    return tiny_checkpoint(tmp_path_factory.mktemp("qwen3_moe"), "qwen3_moe")
 
 
 EXPERT = "model.layers.1.mlp.experts.3."
@@ -177,7 +174,7 @@ def test_a_value_that_is_not_finite_is_found_at_every_place(dtype: torch.dtype) 
             building.refuse_not_finite("w", broken.to(dtype), "there")
 
 
-def test_a_layer_beyond_the_config_is_named_in_a_note(llama: Llama, tmp_path: Path) -> None:
+def test_a_layer_beyond_the_config_is_named_in_a_note(llama: Checkpoint, tmp_path: Path) -> None:
     config, tensors = llama
     extra = {name.replace("layers.1.", "layers.2."): value.clone() for name, value in tensors.items()}
     for directory, stored in ((tmp_path / "more", extra | tensors), (tmp_path / "same", tensors)):

@@ -8,15 +8,12 @@ from typing import Any
 import pytest
 import transformers
 
-from tests.support.refused_checkpoints import Llama, refusal, tiny_llama
-
-UP = "model.layers.1.mlp.up_proj.weight"
-KEY = "model.layers.1.self_attn.k_proj.weight"
+from tests.support.refused_checkpoints import Checkpoint, refusal, tiny_checkpoint
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Llama:
-    return tiny_llama(tmp_path_factory.mktemp("llama"))
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return tiny_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
 
 
 @pytest.mark.parametrize("weights", [True, False])

@@ -1,4 +1,4 @@
-"""Checkpoints of a tiny Llama with something wrong, which capture refuses."""
+"""Tiny checkpoints with something wrong, which capture refuses."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from optkit.capture.directory import capture_directory
 from optkit.errors import UnsupportedModel
 from tests.support.architectures import tiny_model
 
-Llama = tuple[dict[str, Any], dict[str, torch.Tensor]]
+Checkpoint = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 
-def tiny_llama(directory: Path) -> Llama:
-    """Config and tensors of a tiny Llama."""
-    tiny_model("llama").save_pretrained(directory)
+def tiny_checkpoint(directory: Path, model_type: str) -> Checkpoint:
+    """Config and tensors of a tiny model."""
+    tiny_model(model_type).save_pretrained(directory)
     config = json.loads((directory / "config.json").read_text())
     return config, load_file(directory / "model.safetensors")
 

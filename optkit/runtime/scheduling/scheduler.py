@@ -247,7 +247,7 @@ class Scheduler:
             item.request.stale_sinks &= not item.sinks
             outputs += self._guarded(item.request, self._record, item, result, num_sent) or []
             if batch.num_steps > 1 and self._is_here(item.request):
-                self.kv.trim(item.request)
+                self._guarded(item.request, self.kv.trim, item.request)
         return outputs + self.take_lost()
 
     def take_lost(self) -> list[TokenOutput]:
