@@ -13,8 +13,11 @@ seconds of a cost model. Two properties make mistakes visible:
 
 from __future__ import annotations
 
+import operator
 import os
+import select
 import signal
+import struct
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -28,6 +31,8 @@ import torch
 
 from optkit.cancellation import check_cancelled
 from optkit.errors import UserError
+from optkit.kernels.cpu import native, sampling
+from optkit.kernels.cpu.decode_steps import Choice, Outlet
 from optkit.recipe.engine_options import EngineOptions
 from optkit.runtime.draft_tree import Move
 from optkit.runtime.engine import Engine
@@ -43,6 +48,32 @@ NUM_LIKELY = 16  # tokens with a chance to follow
 UNLIKELY = -60.0  # logit of all other tokens: out of reach of a draw
 EMPTY = -1
 GOLDEN, MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
+TOKEN = struct.Struct(">I")  # of an ``Outlet``'s frame
+
+
+def set_likely(logits: np.ndarray, likely: np.ndarray) -> None:
+    """Raise the logits [vocab_size] of the tokens ``likely``, the first the most."""
+    logits[likely[::-1]] = np.arange(NUM_LIKELY, dtype=np.float32) / 4
+
+
+def choose(logits: np.ndarray, choice: Choice, uniforms: Sequence[float]) -> list[int]:
+    """The token of each row of ``logits`` [S, vocab_size], as the sampler of the runtime chooses it."""
+    width = logits.shape[1]
+    each = zip(logits, choice.parameters, uniforms, strict=True)
+    return sampling.choose([sampling.row(row, width, *its, uniform) for row, its, uniform in each], width)
+
+
+def send_tokens(outlet: Outlet, frame: bytearray, tokens: Sequence[int]) -> bool:
+    """Write ``frame`` with ``tokens`` to the socket of ``outlet``; False where the other end is gone."""
+    for place, token in zip(outlet.places, tokens, strict=True):
+        TOKEN.pack_into(frame, place, token)
+    left = memoryview(frame)
+    try:
+        while left:
+            left = left[os.write(outlet.sink, left) :]
+    except OSError:
+        return False
+    return True
 
 
 class EngineKilled(BaseException):
@@ -177,6 +208,7 @@ class MockRunner(TokenKV):
         sleep: waits for the rest of a step's seconds.
         clock: seconds; the time of computing a step is a part of the step's seconds.
         die: ends the engine, for ``MockModel.die_token``.
+        may_multi_step: several decode steps may run in a call, as in the runner of a saved model.
     """
 
     kv_dtype, weight_bytes, state_bytes, num_ranks = "int64", 0, 0, 1
@@ -188,9 +220,11 @@ class MockRunner(TokenKV):
         sleep: Callable[[float], None],
         clock: Callable[[], float],
         die: Callable[[], None],
+        may_multi_step: bool = False,
     ) -> None:
         super().__init__(config.num_blocks, config.block_size)
         self.kv_bytes = self.slots.nbytes
+        self.is_multi_step = may_multi_step and model.die_token is None and native.available()
         self.model, self.vocab_size = model, model.vocab_size
         self._costs, self._sleep, self._clock, self._die = model.costs, sleep, clock, die
 
@@ -207,13 +241,40 @@ class MockRunner(TokenKV):
         for item in batch.items:
             ids = self.write_and_read(item)
             for back in reversed(range(item.num_logits)):
-                likely = self.model.likely_after(ids[: len(ids) - back])
-                found[row, likely[::-1]] = (
-                    np.arange(NUM_LIKELY, dtype=np.float32) / 4
-                )  # the first is the largest
+                set_likely(found[row], self.model.likely_after(ids[: len(ids) - back]))
                 row += 1
         self._wait(end)
         return torch.from_numpy(found)
+
+    def decode(self, batch: Batch, choice: Choice, outlet: Outlet) -> np.ndarray:
+        """The tokens [n, S] int64 of up to ``batch.num_steps`` steps, by the rules of ``decode_steps.decode``."""
+        seconds, frame, tokens = self._costs.step(batch.items), bytearray(outlet.frame), list[list[int]]()
+        slots = [self._slots_ahead(item, batch.num_steps) for item in batch.items]
+        last = [item.new_tokens[0] for item in batch.items]
+        logits = np.empty((len(slots), self.vocab_size), np.float32)
+        for uniforms in choice.uniforms.tolist():
+            end = self._clock() + seconds
+            for row, places, token in zip(logits, slots, last, strict=True):
+                ids = places[: len(places) - batch.num_steps + len(tokens) + 1]
+                self.slots[ids[-1]] = token
+                row[:] = UNLIKELY
+                set_likely(row, self.model.likely_after(self.slots[ids]))
+            last = choose(logits, choice, uniforms)
+            self._sleep(max(0.0, end - self._clock()))
+            tokens.append(last)
+            if len(tokens) == len(choice.uniforms) or any(map(operator.contains, choice.stops, last)):
+                break
+            if outlet.watched and select.select(outlet.watched, [], [], 0)[0]:
+                break
+            if outlet.sink >= 0 and not send_tokens(outlet, frame, last):
+                break
+        return np.array(tokens, np.int64)
+
+    def _slots_ahead(self, item: ScheduledRequest, steps: int) -> np.ndarray:
+        """The slots of a decoding request's tokens, up to the token of the last of ``steps``."""
+        positions = np.arange(item.request.num_held + steps)
+        blocks = np.array(item.request.block_tables[0])[positions // self.block_size]
+        return blocks * self.block_size + positions % self.block_size
 
     def copy_states(self, copies: Sequence[StateCopy]) -> None:
         """Do nothing: there is no recurrent state."""
@@ -236,13 +297,14 @@ def mock_engine(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
     die: Callable[[], None] | None = None,
+    may_multi_step: bool = False,
 ) -> Engine:
     """A mock engine, which knows the seconds of steps from the beginning.
 
     Args:
         options: ``kv_cache_bytes`` is replaced by ``MockModel.num_blocks``, and speculation is not there.
-        sleep, clock, die: of ``MockRunner``; ``sleep(s)`` moves ``clock`` on by about ``s`` seconds. By default
-            the process sleeps, and dies.
+        sleep, clock, die, may_multi_step: of ``MockRunner``; ``sleep(s)`` moves ``clock`` on by about ``s`` seconds.
+            By default the process sleeps, and dies.
     """
     options = options or EngineOptions()
     config = SchedulerConfig(
@@ -251,7 +313,7 @@ def mock_engine(
         num_blocks=model.num_blocks,
         prefill_target_tokens=256,
     )
-    runner = MockRunner(model, config, sleep, clock, die or end_process)
+    runner = MockRunner(model, config, sleep, clock, die or end_process, may_multi_step)
     return Engine(runner, config, clock=clock, cost=taught_cost_model(model.costs.alone))
 
 
@@ -296,7 +358,7 @@ def factory(artifact_dir: str, options: EngineOptions) -> Engine:
     """The factory of an engine process; ``artifact_dir`` as in ``read_model``."""
     model = read_model(artifact_dir)
     time.sleep(model.load_seconds)
-    engine = mock_engine(model, options)
+    engine = mock_engine(model, options, may_multi_step=True)
     if not _is_json(artifact_dir):
         engine.grammars = Grammars(
             partial(vocabulary, Path(artifact_dir) / "tokenizer.json", model.vocab_size)

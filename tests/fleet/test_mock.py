@@ -16,7 +16,7 @@ from optkit.errors import UserError
 from optkit.fleet.mock import MOCK_FACTORY, MOCK_FILE, MockModel, mock_engine, read_model
 from optkit.recipe.engine_options import EngineOptions
 from optkit.runtime.process.client import EngineClient
-from optkit.runtime.types import EngineRequest, FinishReason, SamplingParams
+from optkit.runtime.types import EngineRequest, FinishReason, SamplingParams, TokenOutput
 from tests.support.timed_engine import Clock
 
 FAST = MockModel(step_seconds=0.0, prompt_tokens_per_second=1e9, num_blocks=24)
@@ -32,6 +32,19 @@ def test_mock_engine_gives_the_answer_of_the_prompt_alone_when_requests_share_a_
     engine = mock_engine(FAST, EngineOptions(block_size=4, max_num_batched_tokens=32, max_model_len=64))
     for _ in range(2):  # the second time with a prefix cache
         assert engine.generate(prompts, GREEDY) == [FAST.answer(prompt, 12) for prompt in prompts]
+
+
+@given(st.lists(PROMPTS, min_size=1, max_size=3), st.sampled_from([0.0, 1.0]), st.integers(32, 511))
+@settings(deadline=None, max_examples=20)
+def test_several_decode_steps_in_a_call_give_the_tokens_of_single_steps(
+    prompts: list[list[int]], temperature: float, stop: int
+) -> None:
+    options = EngineOptions(block_size=4, max_num_batched_tokens=32, max_model_len=64)
+    stops = (stop, FAST.answer(prompts[0], 12)[8])
+    sampling = SamplingParams(max_tokens=12, temperature=temperature, seed=3, stop_token_ids=stops)
+    single, multi = (mock_engine(FAST, options, may_multi_step=several) for several in (False, True))
+    assert multi.runner.is_multi_step
+    assert multi.generate(prompts, sampling) == single.generate(prompts, sampling)
 
 
 def test_mock_engine_gives_another_answer_when_a_cached_token_is_damaged() -> None:
@@ -87,7 +100,7 @@ def test_read_model_names_the_fields_when_the_json_is_wrong(text: str) -> None:
 
 
 def test_factory_serves_the_same_answers_from_a_process() -> None:
-    async def ask() -> tuple[list[int], FinishReason | None, float]:
+    async def ask() -> tuple[list[TokenOutput], float]:
         client = EngineClient('{"step_seconds": 0.01}', factory=MOCK_FACTORY)
         await client.start()
         try:
@@ -99,9 +112,9 @@ def test_factory_serves_the_same_answers_from_a_process() -> None:
             seconds = time.monotonic() - start
         finally:
             await client.stop()
-        return [t for output in outputs for t in output.token_ids], outputs[-1].finish_reason, seconds
+        return outputs, seconds
 
-    tokens, reason, seconds = asyncio.run(ask())
-    assert tokens == MockModel().answer([40, 41, 42], 12)
-    assert reason is FinishReason.LENGTH
+    outputs, seconds = asyncio.run(ask())
+    assert [output.token_ids for output in outputs] == [(t,) for t in MockModel().answer([40, 41, 42], 12)]
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
     assert seconds >= 0.12
