@@ -74,17 +74,17 @@ def answer(engine: Engine, prompt: Sequence[int], sampling: SamplingParams) -> A
     engine.add_request(request)
     tokens: list[int] = []
     start = cpu = 0.0
-    steps = 0
+    counts = engine.scheduler.step_sizes.counts
+    first = 0
     while engine.has_work:
         outputs = engine.step()
-        steps += bool(tokens)
         for output in outputs:
             if output.finish_reason is FinishReason.ERROR:
                 raise RuntimeError(output.error)
             tokens += output.token_ids
         if outputs and not start:
-            start, cpu = time.perf_counter(), time.process_time()
-    return Answer(tokens, time.perf_counter() - start, time.process_time() - cpu, steps)
+            start, cpu, first = time.perf_counter(), time.process_time(), sum(counts)
+    return Answer(tokens, time.perf_counter() - start, time.process_time() - cpu, sum(counts) - first)
 
 
 class Learned:

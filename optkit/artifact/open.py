@@ -79,11 +79,14 @@ class Artifact:
         file = self.directory / INTERNAL / "recipe.yaml"
         return parse_recipe(read_text(file), label=str(file))
 
-    def saved_key(self) -> str:
-        """The name of the artifact's saved model on this machine (``optkit.lowering.saved_file``)."""
+    def saved_key(self, form: str = "") -> str:
+        """The name of the artifact's saved model on this machine (``optkit.lowering.saved_file``).
+
+        ``form`` names another graph than the artifact's own.
+        """
         from optkit.lowering.saved_file import key_of
 
-        return key_of(content_digest(self.manifest))
+        return key_of(content_digest(self.manifest) + form)
 
     def meta(self) -> GraphMeta:
         """The facts about the model in graph.json, without nodes and weights."""

@@ -18,12 +18,13 @@ from optkit.lowering.saved_file import Calls
 NUM_SIZED = len(BATCH) + 1  # arguments of a program before its inputs: the batch, and a KV pool
 
 
-def save(model: Executable, hidden: Executable | None, key: str) -> None:
+def save(model: Executable, hidden: Executable | None, key: str, *, takes_trees: bool = False) -> None:
     """Write ``model``, which ``is_savable``, for starts without torch.
 
     Args:
         hidden: the model without the output head, over the same weights; left out where it needs torch.
         key: the name (``saved_file.key_of``).
+        takes_trees: steps of ``model`` may have trees of guesses.
 
     Raises:
         OSError, UserError: a full disk, or no private cache.
@@ -39,6 +40,7 @@ def save(model: Executable, hidden: Executable | None, key: str) -> None:
         "keeps_all": model.keeps_all,
         "variants": tuple(variants),
         "hidden": tuple(body.add(variant) for variant in without_head),
+        "takes_trees": takes_trees,
         "weight_bytes": model.weight_bytes,
     }
     saved_file.write(header, body.parts, key)

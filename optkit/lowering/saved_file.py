@@ -40,7 +40,7 @@ from optkit.version import VERSION
 
 logger = logging.getLogger(__name__)
 
-MAGIC = b"optkit saved model 1\n"
+MAGIC = b"optkit saved model 2\n"
 FOLDER = "saved"
 MOST_BYTES = 2 << 30  # of a file: a larger model takes long to read, with torch or without
 MOST_IN_ALL = 4 << 30  # of all files; those unused for longest go
@@ -78,6 +78,7 @@ class Header(msgspec.Struct, frozen=True):
     Attributes:
         key: ``key_of`` the artifact.
         hidden: the lists without the output head, for embeddings; empty where they can't be had.
+        takes_trees: steps may have trees of guesses.
         body_bytes, digest: size and sha256 of all behind the header.
     """
 
@@ -89,6 +90,7 @@ class Header(msgspec.Struct, frozen=True):
     keeps_all: str
     variants: tuple[Calls, ...]
     hidden: tuple[Calls, ...]
+    takes_trees: bool
     weight_bytes: int
     body_bytes: int
     digest: str
@@ -96,10 +98,16 @@ class Header(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Saved:
-    """A file that was read: the model, and the model without the output head, over the same weights."""
+    """A file that was read.
+
+    Attributes:
+        hidden: the model without the output head, over the same weights.
+        takes_trees: steps of ``model`` may have trees of guesses.
+    """
 
     model: SavedModel
     hidden: SavedModel | None
+    takes_trees: bool
 
 
 def key_of(content: str) -> str:
@@ -187,7 +195,8 @@ def read_stream(stream: BinaryIO, key: str) -> Saved:
     if read_body(stream, body) != header.digest:
         raise ValueError("it is damaged")
     model = model_of(header, header.variants, body)
-    return Saved(model, model_of(header, header.hidden, body) if header.hidden else None)
+    hidden = model_of(header, header.hidden, body) if header.hidden else None
+    return Saved(model, hidden, header.takes_trees)
 
 
 def model_of(header: Header, lists: Sequence[Calls], body: np.ndarray) -> SavedModel:

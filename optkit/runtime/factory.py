@@ -54,6 +54,7 @@ logger = logging.getLogger(__name__)
 Model: TypeAlias = "Executable | SavedModel"
 
 Guesser = Speculator | TreeSpeculator
+TREES = "trees"  # the form of a graph that takes trees of guesses
 WARM_UP_TOKENS = (33, 1)  # one prefill and the decode after it
 SLOT_SHARE, CHECKPOINT_SHARE = 2, 4  # of a model with KV: half of kv_cache_bytes, and a quarter
 LEAST_CHECKPOINTS = 4  # states kept by default
@@ -137,7 +138,8 @@ def load_engine(artifact_dir: str, options: EngineOptions) -> Engine:
     if isinstance(engine.runner, ModelRunner) and zero is None:
         adopt_baked(engine, artifact, engine.runner)
     if loaded.may_save and loaded.shared is not None:
-        save_model(artifact, cast("Executable", model), loaded.shared())
+        executable, form = cast("Executable", model), form_of(options)
+        save_model(artifact, executable, loaded.shared(), form, takes_trees=loaded.takes_trees)
     trim_heap()
     return engine
 
@@ -150,7 +152,7 @@ class Loaded:
         shared: gives the packed weights for further graphs of the artifact; None where there are none.
         hidden: the saved model without the output head.
         takes_trees: the model takes trees of guesses.
-        may_save: lowered from the artifact's graph as it is.
+        may_save: lowered, and all by kernels of optkit.
     """
 
     model: Model
@@ -163,23 +165,25 @@ class Loaded:
 def load_model(artifact: Artifact, options: EngineOptions) -> Loaded:
     """The model of ``artifact``: the saved one of an earlier start, which needs no torch, or lowered now."""
     plain = may_be_saved(artifact, options)
-    if plain and (saved := read_saved(artifact)):
-        return Loaded(saved.model, cache(new_weights), saved.hidden)
+    if plain and (saved := read_saved(artifact, form_of(options))):
+        return Loaded(saved.model, cache(new_weights), saved.hidden, saved.takes_trees)
     from optkit.runtime.tree_graph import TreeGraph
 
     shared = new_weights() if artifact.recipe.target == "cpu" else None
-    trees = (
-        TreeGraph(present_target(artifact.recipe.target)) if options.speculative_model == "suffix" else None
-    )
+    trees = TreeGraph(present_target(artifact.recipe.target)) if form_of(options) == TREES else None
     model = artifact.executable(trust_code=options.trust_artifact_code, shared=shared, change=trees)
     takes_trees = trees is not None and not trees.reason
     return Loaded(model, (lambda: shared) if shared is not None else None, None, takes_trees, plain)
 
 
 def may_be_saved(artifact: Artifact, options: EngineOptions) -> bool:
-    """True where the engine runs the artifact's graph as it is, by kernels of optkit alone."""
-    graph_as_it_is = options.speculative_model != "suffix" and not options.specprefill
-    return options.saved_start and graph_as_it_is and is_plain(artifact)
+    """True where the engine runs by kernels of optkit alone, with no further graph than ``form_of`` says."""
+    return options.saved_start and not options.specprefill and is_plain(artifact)
+
+
+def form_of(options: EngineOptions) -> str:
+    """The name of the change of the artifact's graph; empty for none."""
+    return TREES if options.speculative_model == "suffix" else ""
 
 
 def new_weights() -> SharedWeights:

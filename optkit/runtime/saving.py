@@ -36,33 +36,43 @@ def has_saved(directory: str) -> bool:
         return False
 
 
-def read_saved(artifact: Artifact) -> Saved | None:
-    """The saved model of ``artifact``, or None."""
+def read_saved(artifact: Artifact, form: str = "") -> Saved | None:
+    """The saved model of ``artifact``, or None; ``form`` as for ``save_model``."""
     try:
-        return saved_file.read(artifact.saved_key())
+        return saved_file.read(artifact.saved_key(form))
     except (OSError, UserError) as error:  # no private cache
         logger.warning("the model is loaded without saved weights: %s", error)
         return None
 
 
-def save_model(artifact: Artifact, model: Executable, shared: SharedWeights) -> bool:
+def save_model(
+    artifact: Artifact,
+    model: Executable,
+    shared: SharedWeights,
+    form: str = "",
+    *,
+    takes_trees: bool = False,
+) -> bool:
     """Save ``model`` for starts of ``artifact`` without torch; False where every start needs torch, or on failure.
 
     Of several processes one saves. The files of the artifact are hashed before: a saved model lasts longer than a
     damaged file.
 
     Args:
-        model: lowered from the artifact's graph without a change.
+        model: lowered from the artifact's graph, or from the graph of ``form``.
         shared: the packed weights of ``model``.
+        form: names the change of the artifact's graph; empty for none.
+        takes_trees: steps of ``model`` may have trees of guesses.
     """
     from optkit.lowering.save import is_savable
 
     if not is_plain(artifact) or not is_savable(model):
         return False
     try:
-        key = artifact.saved_key()
+        key = artifact.saved_key(form)
         with saved_file.one_writer(key) as mine:
-            return mine and not saved_file.exists(key) and save_verified(artifact, model, shared, key)
+            is_new = mine and not saved_file.exists(key)
+            return is_new and save_verified(artifact, model, shared, key, takes_trees=takes_trees)
     except (OSError, UserError) as error:  # a full disk, or no private cache
         logger.warning("%s: %s", NOT_SAVED, error)
     except Exception:  # nothing depends on the file
@@ -70,7 +80,9 @@ def save_model(artifact: Artifact, model: Executable, shared: SharedWeights) -> 
     return False
 
 
-def save_verified(artifact: Artifact, model: Executable, shared: SharedWeights, key: str) -> bool:
+def save_verified(
+    artifact: Artifact, model: Executable, shared: SharedWeights, key: str, *, takes_trees: bool
+) -> bool:
     """See ``save_model``; the caller is the only writer."""
     from optkit.lowering.save import save
     from optkit.runtime.hidden_graph import hidden_graph
@@ -82,5 +94,5 @@ def save_verified(artifact: Artifact, model: Executable, shared: SharedWeights, 
     for problem in artifact.problems():
         logger.warning("%s: %s", NOT_SAVED, problem)
         return False
-    save(model, hidden, key)
+    save(model, hidden, key, takes_trees=takes_trees)
     return True

@@ -111,10 +111,14 @@ def test_the_option_neither_reads_nor_writes(artifact: Path) -> None:
     assert not is_saved(artifact, saved_start=False)
 
 
-def test_suffix_trees_and_specprefill_load_the_graph(artifact: Path) -> None:
-    is_saved(artifact)
+def test_the_graph_that_takes_trees_is_saved_beside_the_other(artifact: Path) -> None:
+    plain = open_engine(str(artifact), threads=1).generate(PROMPTS, GREEDY)
     assert is_saved(artifact)
     assert not is_saved(artifact, speculative_model="suffix")
+    assert is_saved(artifact, speculative_model="suffix") and len(saved_files()) == 2
+    guessing = open_engine(str(artifact), threads=1, speculative_model="suffix")
+    assert guessing.scheduler.proposer.branches
+    assert guessing.generate(PROMPTS, GREEDY) == plain
     assert is_saved(artifact, speculative_model="ngram")
 
 
@@ -145,7 +149,7 @@ def test_another_artifact_in_the_place_is_not_started_from_the_saved_one(artifac
 def test_a_failure_to_save_does_not_end_the_start(
     artifact: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fails(*_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise RuntimeError("injected")
 
     monkeypatch.setattr("optkit.lowering.save.save", fails)

@@ -25,7 +25,7 @@ from optkit.runtime.multi_step import ANY_TOKEN
 from optkit.runtime.overlap import OverlapEngine
 from optkit.runtime.prefill import NO_ROOM, NOT_CACHED, Prefill
 from optkit.runtime.process import ipc
-from optkit.runtime.sampling.proposer import SpeculationStats
+from optkit.runtime.sampling.proposer import SpeculationStats, StepTime
 from optkit.runtime.sampling.sampler import BAD_LOGITS, sample
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.types import (
@@ -202,6 +202,12 @@ class Guesser:
     def observe(self, request: Request, draft: tuple[int, ...], tokens: tuple[int, ...]) -> None:
         assert 1 <= len(tokens) <= 1 + len(draft)
 
+    def took(self, items: Sequence[ScheduledRequest], step: StepTime) -> None:
+        pass
+
+    def steps_ahead(self, requests: Sequence[Request]) -> int:
+        return 3 if all(int(request.request_id[1:]) % 2 for request in requests) else 1
+
     def finished(self, request: Request) -> None:
         self.faults.strike("finished")
 
@@ -274,7 +280,7 @@ class FaultyHistory(RuleBasedStateMachine):
         sends: bool,
     ) -> None:
         multi_step = multi_step and self.engine_class is Engine
-        guessing, recurrent = guessing and not multi_step, recurrent and not multi_step
+        recurrent = recurrent and not multi_step
         blocks *= 1 + multi_step  # for more than one step fewer requests may wait for blocks
         recurrent = (
             recurrent and self.engine_class is Engine

@@ -31,8 +31,8 @@ class GraphArtifact:
     def problems(self) -> tuple[str, ...]:
         return ()
 
-    def saved_key(self) -> str:
-        return self.key
+    def saved_key(self, form: str = "") -> str:
+        return self.key + form
 
     def executable(
         self, shared: SharedWeights | None = None, change: Callable[[Graph], Graph] | None = None

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from optkit.kernels.cpu import native
-from optkit.runtime.sampling.proposer import Lengths
+from optkit.runtime.sampling.proposer import Lengths, StepTime
 from optkit.runtime.sampling.tree_speculator import TreeSpeculator
-from optkit.runtime.scheduling.cost_model import StepWork
-from optkit.runtime.types import EngineRequest, Request, SamplingParams
+from optkit.runtime.types import EngineRequest, Request, SamplingParams, ScheduledRequest
 
 needs_native = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
 
@@ -32,5 +31,5 @@ def sequence(ids: list[int]) -> Request:
 class Untimed(TreeSpeculator):
     """Trees by the prices of the cost model: measured times would change from run to run."""
 
-    def took(self, work: StepWork, seconds: float) -> None:
+    def took(self, items: Sequence[ScheduledRequest], step: StepTime) -> None:
         pass

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from optkit.runtime.scheduling.cost_model import CostModel, StepWork, chunk_work
-from optkit.runtime.types import Request
+from optkit.runtime.types import Request, ScheduledRequest
 
 NGRAMS = (3, 2)  # tokens that must match, the longer first
 DECAY = 0.9  # weight of a request's record after one more draft
@@ -40,6 +40,19 @@ class SpeculationStats:
         self.accepted_per_pos += [0] * (num_drafted - len(self.accepted_per_pos))
         for place in range(num_accepted):
             self.accepted_per_pos[place] += 1
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The time of a decode step, or of each of several in a call.
+
+    Attributes:
+        could_be_several: without guesses the step could have been one of several in a call.
+    """
+
+    seconds: float
+    num_steps: int = 1
+    could_be_several: bool = False
 
 
 class DraftSource(Protocol):
@@ -106,6 +119,16 @@ class Lengths:
             record.right = DECAY * record.right + num_accepted
             record.wrong = DECAY * record.wrong + (num_accepted < num_drafted)
 
+    def steps_ahead(self, requests: Sequence[Request]) -> int:
+        """Steps for which no guess of ``requests`` pays, this one included; 1 where one does."""
+        quiet = [self._records[request.request_id].quiet_steps for request in requests]
+        return PROBE_STEPS - max(quiet) if all(quiet) else 1
+
+    def skipped(self, requests: Sequence[Request], num_steps: int) -> None:
+        """Count steps for which ``choose`` was not asked."""
+        for request in requests:
+            self._records[request.request_id].quiet_steps += num_steps
+
     def finished(self, request: Request) -> None:
         self._records.pop(request.request_id, None)
 
@@ -133,6 +156,14 @@ class Speculator:
     def observe(self, request: Request, draft: tuple[int, ...], tokens: tuple[int, ...]) -> None:
         self.stats.count(len(draft), len(tokens) - 1)
         self.lengths.observe(request, len(draft), len(tokens) - 1)
+
+    def took(self, items: Sequence[ScheduledRequest], step: StepTime) -> None:
+        """Count the steps of a call."""
+        if step.num_steps > 1:
+            self.lengths.skipped([item.request for item in items], step.num_steps - 1)
+
+    def steps_ahead(self, requests: Sequence[Request]) -> int:
+        return self.lengths.steps_ahead(requests)
 
     def finished(self, request: Request) -> None:
         self.lengths.finished(request)

@@ -4,7 +4,7 @@ A tree grows from the last known token by the likeliest guess first. The chance 
 chances along the branch, and each chance is measured: guesses of the same *kind* (source, matching tokens, share of
 the occurrences) count together, right or wrong, over all requests. The tree has as many guesses as make the most tokens
 a second on average, by the measured time of steps of so many rows (``RowCosts``). So trees become chains in repetitive
-text, and vanish where no guess pays; a request without a right guess for long is looked at rarely.
+text, and vanish where no guess pays; a request whose guesses do not pay rests (``optkit.runtime.sampling.looking``).
 
 Sources: what followed the last tokens earlier in the request and in earlier answers (``Occurrences``), and the likely
 tokens of earlier logits (``Recycled``).
@@ -21,23 +21,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from optkit.runtime.draft_tree import DraftTree, depths_of
+from optkit.runtime.sampling.looking import CALL_SHARE, RATE, Account, PlainSteps
 from optkit.runtime.sampling.occurrences import END, Occurrences, Place
-from optkit.runtime.sampling.proposer import SpeculationStats
+from optkit.runtime.sampling.proposer import SpeculationStats, StepTime
 from optkit.runtime.sampling.recycling import Recycled
-from optkit.runtime.scheduling.cost_model import CostModel, StepWork, chunk_work
+from optkit.runtime.scheduling.cost_model import MIN_SECONDS, CostModel, StepWork, chunk_work, step_work
 from optkit.runtime.scheduling.row_costs import RowCosts
-from optkit.runtime.types import Request
+from optkit.runtime.types import Request, ScheduledRequest
 
 DECAY = 0.97  # weight of a kind's record after one more guess
 PRIOR_WEIGHT = 2.0  # guesses that the chance before any guess counts for
 LEAST_GAIN = 1.03  # predicted, of a step with guesses; below nothing is guessed
 FANOUT = 4  # guesses after a token, of each source
 CACHED_TOKENS = 1 << 16  # of earlier answers, some 13 MB
-QUIET_AFTER = 24  # steps without a right guess, after which a request rests
-LOOK_EVERY, LOOK_MATCHING = (
-    16,
-    4,
-)  # a resting request is looked at in one step of so many, and after so many repeated tokens
+LOOK_MATCHING, LOOK_LEAST = 4, -1.0  # repeated tokens that end a rest, where the account is not below
 
 OWN, EARLIER, RECYCLED = range(3)  # sources
 Kind = tuple[int, ...]
@@ -110,7 +107,7 @@ class RequestText:
     def __init__(self) -> None:
         self.text = Occurrences()
         self.root: Node | None = None
-        self.without = 0  # steps in a row without a right guess
+        self.account = Account()
         self.rests = False  # no guess is looked for in this step
 
 
@@ -136,7 +133,7 @@ class TreeSpeculator:
     ) -> None:
         self.costs, self.most, self.branches, self.recycled = RowCosts(cost), most, branches, recycled
         self.earlier = EarlierAnswers(max_cached_requests)
-        self.chances, self.stats = Chances(), SpeculationStats()
+        self.chances, self.stats, self.plain = Chances(), SpeculationStats(), PlainSteps()
         self._texts: dict[str, RequestText] = {}
         self._expected = 0.0  # right guesses of the latest draft, on average
 
@@ -155,15 +152,37 @@ class TreeSpeculator:
     def observe(self, request: Request, draft: tuple[int, ...], tokens: tuple[int, ...]) -> None:
         self.stats.count(max(depths_of(draft)), len(tokens) - 1, len(draft))
         own = self._texts.get(request.request_id)
-        if own is not None and len(tokens) > 1:
-            own.without = 0
+        if own is not None:
+            own.account.earn(len(tokens) - 1)
 
-    def took(self, work: StepWork, seconds: float) -> None:
-        """Learn the time of a step."""
-        self.costs.observe(work, seconds)
+    def took(self, items: Sequence[ScheduledRequest], step: StepTime) -> None:
+        """Learn the time of a step, and charge the requests that looked for guesses."""
+        owns = [own for item in items if (own := self._texts.get(item.request.request_id))]
+        looking = [own for own in owns if not own.rests]
+        plain = sum((chunk_work(1, item.request.num_held, rows=1) for item in items), StepWork())
+        if step.num_steps > 1:
+            self.plain.observe(plain, step.seconds)
+        else:
+            self.costs.observe(step_work(items), step.seconds)
+            if step.could_be_several and not any(item.draft for item in items):
+                self.plain.observe_alone(plain, step.seconds)
+        for own in owns:
+            if own.rests:
+                own.account.earn(RATE * step.num_steps)
+        least = self.plain.seconds(plain) if step.could_be_several else None
+        if least is None:
+            least = CALL_SHARE * self.costs.seconds(plain)
+        price = (step.seconds / max(least, MIN_SECONDS) - 1) * len(items) / max(1, len(looking))
+        for own in looking:
+            own.account.spend(price)
+
+    def steps_ahead(self, requests: Sequence[Request]) -> int:
+        """Steps before the next look for guesses for one of ``requests``."""
+        owns = [self._texts.get(request.request_id) for request in requests]
+        return min((own.account.rest if own is not None and own.rests else 1 for own in owns), default=1)
 
     def rests(self, request: Request) -> bool:
-        """True if the step looked for no guess, because none has paid for long."""
+        """True if the step looked for no guess, because guesses did not pay."""
         own = self._texts.get(request.request_id)
         return own is not None and own.rests
 
@@ -187,10 +206,8 @@ class TreeSpeculator:
             own.root = None
         ids = own.text.ids
         places = own.text.find(ids)
-        own.without += 1
-        own.rests = (
-            own.without > QUIET_AFTER and own.without % LOOK_EVERY > 0 and longest(places) < LOOK_MATCHING
-        )
+        repeats = longest(places) >= LOOK_MATCHING and own.account.tokens > LOOK_LEAST
+        own.rests = own.account.is_empty and not repeats
         if own.rests or limit < 1:
             return ()
         earlier = () if request.received.cache_salt else self.earlier.texts

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 
 from optkit.runtime.draft_tree import first_branch
-from optkit.runtime.sampling.proposer import SpeculationStats
+from optkit.runtime.sampling.proposer import SpeculationStats, StepTime
 from optkit.runtime.sampling.tree_speculator import TreeSpeculator
-from optkit.runtime.scheduling.cost_model import step_work
 from optkit.runtime.types import ConstraintFailed, Failure, Request, ScheduledRequest
 
 if TYPE_CHECKING:
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+MANY_STEPS = 1 << 30  # no limit
 MAX_FORCED = 32  # tokens of a request in one step: more would delay the other requests like a prompt
 
 
@@ -41,6 +41,14 @@ class Proposer(Protocol):
 
     def observe(self, request: Request, draft: tuple[int, ...], tokens: tuple[int, ...]) -> None:
         """Learn from the ``tokens`` of the step with ``draft``: the right guesses, and one more."""
+        ...
+
+    def took(self, items: Sequence[ScheduledRequest], step: StepTime) -> None:
+        """Learn the time of a step without prompts, before its tokens join the requests."""
+        ...
+
+    def steps_ahead(self, requests: Sequence[Request]) -> int:
+        """Decode steps, this one included, in which nothing is guessed for ``requests``, whatever the tokens are."""
         ...
 
     def finished(self, request: Request) -> None: ...
@@ -106,10 +114,16 @@ class Drafts:
                 places = (row, *(row + right for right in outcome.rows))
                 self._optional(recycled.collect, item.request.token_ids, outcome.tokens, logits, places)
 
-    def took(self, items: Sequence[ScheduledRequest], seconds: float) -> None:
-        """Tell the proposer the time of a step."""
-        if isinstance(self.proposer, TreeSpeculator):
-            self.proposer.took(step_work(items), seconds)
+    def took(self, items: Sequence[ScheduledRequest], step: StepTime) -> None:
+        """Tell the proposer the time of a step, if the step had no prompts."""
+        if self.proposer and all(item.num_new == 1 + len(item.draft) for item in items):
+            self._optional(self.proposer.took, items, step)
+
+    def steps_ahead(self, requests: Sequence[Request]) -> int:
+        """Decode steps of ``requests``, this one included, before the next look for guesses."""
+        if self.proposer is None:
+            return MANY_STEPS
+        return self._optional(self.proposer.steps_ahead, requests) or 1
 
     def finished(self, request: Request) -> None:
         """Forget ``request``."""

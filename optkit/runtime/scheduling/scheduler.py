@@ -36,6 +36,7 @@ import msgspec
 from optkit.runtime.kv.manager import KVManager
 from optkit.runtime.kv.prefix_cache import PrefixCache
 from optkit.runtime.multi_step import MAX_SECONDS, is_plain
+from optkit.runtime.sampling.proposer import StepTime
 from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.scheduling.cost_model import MIN_SECONDS, CostModel, step_work
 from optkit.runtime.scheduling.drafts import Drafts, Proposer
@@ -123,6 +124,7 @@ class Scheduler:
         self._num_added = 0
         self.step_start = 0.0
         self.most_steps = 1
+        self._could_be_several = False  # the step of the batch, without guesses
 
     @property
     def has_work(self) -> bool:
@@ -236,7 +238,8 @@ class Scheduler:
         if batch.items and not copied and not any(isinstance(r, Failure) for r in results):
             steps = num_computed_steps(batch, results)
             self.cost.observe(step_work(batch.items), (now - self.step_start) / steps)
-            self.drafts.took(batch.items, now - self.step_start)
+            step = StepTime((now - self.step_start) / steps, steps, self._could_be_several)
+            self.drafts.took(batch.items, step)
             for _ in range(1, steps):
                 self.step_sizes.add(batch.num_tokens)
         outputs: list[TokenOutput] = []
@@ -391,28 +394,37 @@ class Scheduler:
         return min(self._final_length(request) - len(request.token_ids), request.until_change) - 1
 
     def _num_steps(self, items: Sequence[ScheduledRequest]) -> int:
-        """The number of decode steps for ``items`` without a decision in between; takes the blocks for all steps.
-
-        More than 1 where every running request decodes by logits and sampling parameters alone, and no waiting request
-        could begin before the end of a running request.
-        """
-        if self.most_steps < 2 or not items or len(items) < len(self.running):
-            return 1
-        may_begin = self.waiting and len(self.running) < self.config.max_num_seqs
-        if may_begin or self.config.num_state_slots or self.drafts.proposer is not None:
-            return 1
-        if not all(item.num_new == 1 and item.needs_logits and is_plain(item.request) for item in items):
+        """The number of decode steps for ``items`` without a decision in between; takes the blocks for all steps."""
+        self._could_be_several = self._may_run_ahead(items)
+        if not self._could_be_several or any(item.draft for item in items):
             return 1
         requests = [item.request for item in items]
         left = min(self._final_length(request) - len(request.token_ids) for request in requests)
         in_time = MAX_SECONDS / max(self.cost.seconds(step_work(items)), MIN_SECONDS)
-        steps = max(1, int(min(self.most_steps, left, in_time)))
+        ahead = self.drafts.steps_ahead(requests)
+        steps = max(1, int(min(self.most_steps, left, in_time, ahead)))
         if all(self._guarded(request, self._allocate, request, steps - 1) for request in requests):
             return steps
         for request in requests:
             if self._is_here(request):
                 self.kv.trim(request)
         return 1
+
+    def _may_run_ahead(self, items: Sequence[ScheduledRequest]) -> bool:
+        """True where several steps could run in a call if nothing is guessed.
+
+        Every running request decodes by logits and sampling parameters alone, and no waiting request could begin before
+        the end of a running request.
+        """
+        if self.most_steps < 2 or not items or len(items) < len(self.running):
+            return False
+        may_begin = self.waiting and len(self.running) < self.config.max_num_seqs
+        if may_begin or self.config.num_state_slots:
+            return False
+        return all(
+            item.num_new == 1 + len(item.draft) and item.needs_logits and is_plain(item.request)
+            for item in items
+        )
 
     def next_outputs(self, batch: Batch, token: int) -> list[TokenOutput]:
         """The output of each item of ``batch`` with ``token``, before the end of the answers."""

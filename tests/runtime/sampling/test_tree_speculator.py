@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,11 +10,12 @@ import pytest
 
 from optkit.runtime.draft_tree import DraftTree, depths_of
 from optkit.runtime.engine import Engine
+from optkit.runtime.sampling.proposer import StepTime
 from optkit.runtime.sampling.recycling import Recycled
 from optkit.runtime.sampling.tree_speculator import Chances, EarlierAnswers, TreeSpeculator
 from optkit.runtime.scheduling.cost_model import CostModel, StepWork
 from optkit.runtime.scheduling.row_costs import RowCosts
-from optkit.runtime.types import EngineRequest, Request, SamplingParams
+from optkit.runtime.types import EngineRequest, Request, SamplingParams, ScheduledRequest
 from tests.support.fakes import FakeRunner, fake_engine
 from tests.support.speculation import Untimed, sequence
 
@@ -99,6 +101,14 @@ def test_rows_that_cost_nothing_are_filled() -> None:
     ]
 
 
+def took(
+    speculator: TreeSpeculator, request: Request, draft: tuple[int, ...], seconds: float, num_steps: int = 1
+) -> None:
+    """A step of ``request`` alone, which without guesses could have been one of several in a call."""
+    item = ScheduledRequest(request, 1 + len(draft), draft)
+    speculator.took([item], StepTime(seconds, num_steps, could_be_several=True))
+
+
 def test_measured_times_of_steps_decide() -> None:
     """A model that says guesses are free is corrected by steps that take longer."""
     ids = [1, 2, 3, 4, 5, 6, 7, 8] * 4
@@ -106,33 +116,50 @@ def test_measured_times_of_steps_decide() -> None:
     assert len(propose(speculator, sequence(ids))) == 4
     for _ in range(40):
         for rows in range(1, 6):
-            speculator.took(StepWork(rows, rows, 0.0), 1.0 if rows == 1 else 9.0)
+            took(speculator, sequence(ids), tuple(ids[: rows - 1]), 1.0 if rows == 1 else 9.0)
     assert propose(speculator, sequence(ids)) == ()
 
 
-def test_a_request_without_right_guesses_for_long_is_looked_at_rarely_and_in_repetitions() -> None:
-    random = np.random.default_rng(0)
-    speculator = TreeSpeculator(Priced(0.0), 4)
-    text = random.integers(0, 6, 400).tolist()  # pairs repeat, and what follows them is chance
-    request, looked, awake = sequence(text[:8]), list[bool](), 0
-    for place in range(8, 400):
+@pytest.mark.parametrize("letters", [2, 3, 6, 30])
+def test_text_of_chance_is_looked_at_rarely_and_loses_little_time(letters: int) -> None:
+    random = np.random.default_rng(letters)
+    price, alone = 0.3, 1.1  # of a guess and of a step without one that runs alone, in steps of a call
+    speculator = TreeSpeculator(Priced(price), 4, branches=False)
+    text = random.integers(0, letters, 600).tolist()
+    request, place, seconds, looks = sequence(text[:8]), 8, 0.0, 0
+    while place < len(text):
         draft = propose(speculator, request)
-        looked.append(not speculator.rests(request))
+        looks += not speculator.rests(request)
+        steps = 1 if draft else min(speculator.steps_ahead([request]), len(text) - place)
+        took(speculator, request, draft, each := 1.0 if steps > 1 else alone + price * len(draft), steps)
+        seconds += each * steps
+        pairs = zip(draft, text[place:-1], strict=False)
+        right = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
         if draft:
-            speculator.observe(request, draft, (text[place],))  # every guess counts as wrong
-        request.token_ids.append(text[place])
-        last = request.token_ids[-5:-1]
-        awake += any(text[at : at + 4] == last for at in range(len(request.token_ids) - 5))
-    assert all(looked[:24])
-    assert 368 // 16 <= sum(looked[24:]) <= 368 // 16 + awake
-    repeated = text[-12:]
-    for token in repeated:
-        request.token_ids.append(token)
-    assert propose(speculator, request) and not speculator.rests(request)
-    speculator.observe(request, (1,), (1, 2))
-    request.token_ids.append(7)
+            speculator.observe(request, draft, tuple(text[place : place + right + 1]))
+        place += steps + right
+        request.token_ids += text[len(request.token_ids) : place]
+    assert (len(text) - 8) / seconds >= 0.97
+    assert looks < 200 or letters < 6
+
+
+def test_a_request_that_rests_is_looked_at_in_repetitions() -> None:
+    speculator = TreeSpeculator(Priced(0.0), 4)
+    text = np.random.default_rng(0).integers(0, 30, 200).tolist()
+    request = sequence(text)
     propose(speculator, request)
-    assert not speculator.rests(request)  # a right guess begins the count again
+    speculator.observe(request, (1,), (2,))
+    took(speculator, request, (), 1.0, num_steps=4)
+    took(speculator, request, (1, 2), 1.75)
+    propose(speculator, request)
+    assert speculator.rests(request) and speculator.steps_ahead([request]) > 1
+    request.token_ids += text[20:26]
+    assert propose(speculator, request) == tuple(text[26:30]) and not speculator.rests(request)
+    assert speculator.steps_ahead([request]) == 1
+    speculator.observe(request, (1,), (1, 2))
+    request.token_ids.append(text[26])
+    propose(speculator, request)
+    assert not speculator.rests(request)  # a right guess pays for the next look
 
 
 def test_chances_start_from_the_prior_and_forget() -> None:

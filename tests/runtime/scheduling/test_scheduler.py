@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optkit.runtime.kv.rolling import RollingWindow
-from optkit.runtime.sampling.proposer import SpeculationStats
+from optkit.runtime.sampling.proposer import SpeculationStats, StepTime
 from optkit.runtime.scheduling.scheduler import Scheduler
 from optkit.runtime.types import (
     QUEUE_TIMEOUT,
@@ -20,6 +20,7 @@ from optkit.runtime.types import (
     FinishReason,
     Request,
     SamplingParams,
+    ScheduledRequest,
 )
 from tests.support.schedulers import add, advance, make, plan
 
@@ -234,6 +235,12 @@ class Eager:
 
     def observe(self, request: Request, draft: tuple[int, ...], tokens: tuple[int, ...]) -> None:
         pass
+
+    def took(self, items: Sequence[ScheduledRequest], step: StepTime) -> None:
+        pass
+
+    def steps_ahead(self, requests: Sequence[Request]) -> int:
+        return 1
 
     def finished(self, request: Request) -> None:
         pass

@@ -1,0 +1,71 @@
+"""Accounts that decide when a request looks for guesses, and when it rests.
+
+A look costs time in two ways: wrong guesses make the step longer, and a step with a look runs alone, where others
+run in one call (``optkit.runtime.multi_step``). So each request has an account in tokens. The right guesses of a step
+are earned; the time of the step beyond a plain step, in plain steps, is spent. A request with an empty account rests,
+and earns ``RATE`` for each token, until the account is full enough for a look. So guesses slow an answer of n tokens
+down by at most about ``START`` + ``RATE`` * n steps, whatever the text.
+"""
+
+from __future__ import annotations
+
+import math
+
+from optkit.runtime.scheduling.cost_model import CostModel, StepWork
+
+START = 0.5  # tokens, of a new account
+MOST = 2.0  # tokens: right guesses of long ago pay for no more looks than that
+RATE = 0.012  # tokens, for each token while resting
+LONGEST_REST = 16  # tokens between two looks, and steps in one call
+LARGEST_PRICE = 3.0  # plain steps for a look: a frozen process says nothing about guesses
+SMALLEST_PRICE = -0.2
+CALL_SHARE = (
+    0.9  # of a step alone, for a step among others in a call, until measured; elsewhere the price of a search
+)
+
+
+class Account:
+    """The tokens that a request has left for looks."""
+
+    def __init__(self) -> None:
+        self.tokens = START
+
+    @property
+    def is_empty(self) -> bool:
+        return self.tokens < 0
+
+    @property
+    def rest(self) -> int:
+        """Tokens until the next look, at least 1 and at most ``LONGEST_REST``."""
+        return max(1, min(LONGEST_REST, math.ceil(-self.tokens / RATE)))
+
+    def earn(self, tokens: float) -> None:
+        self.tokens = min(self.tokens + tokens, MOST)
+
+    def spend(self, tokens: float) -> None:
+        self.tokens -= min(max(tokens, SMALLEST_PRICE), LARGEST_PRICE)
+
+
+class PlainSteps:
+    """The time of a step among others in a call, without looks."""
+
+    def __init__(self) -> None:
+        self._cost = CostModel()
+        self._is_known = self._is_measured = False
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """Learn from a step among others in a call."""
+        if not self._is_measured:
+            self._cost = CostModel()
+        self._is_known = self._is_measured = True
+        self._cost.observe(work, seconds)
+
+    def observe_alone(self, work: StepWork, seconds: float) -> None:
+        """Learn from a step without guesses that ran alone, as long as there is nothing better."""
+        if not self._is_measured:
+            self._is_known = True
+            self._cost.observe(work, CALL_SHARE * seconds)
+
+    def seconds(self, work: StepWork) -> float | None:
+        """The predicted time of a step of ``work`` in a call; None before any step."""
+        return self._cost.seconds(work) if self._is_known else None
