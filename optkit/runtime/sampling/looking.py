@@ -1,7 +1,7 @@
-"""Accounts that decide when a request looks for guesses, and when it rests.
+"""Accounts of the price of guesses: a request looks for guesses, or rests.
 
-A look costs time in two ways: wrong guesses make the step longer, and a step with a look runs alone, where others
-run in one call (``optkit.runtime.multi_step``). So each request has an account in tokens. The right guesses of a step
+A look costs time in two ways: wrong guesses make the step longer, and a step with a look runs alone, while plain steps
+run in a call (``optkit.runtime.multi_step``). So each request has an account in tokens. The right guesses of a step
 are earned; the time of the step beyond a plain step, in plain steps, is spent. A request with an empty account rests,
 and earns ``RATE`` for each token, until the account is full enough for a look. So guesses slow an answer of n tokens
 down by at most about ``START`` + ``RATE`` * n steps, whatever the text.
@@ -47,21 +47,21 @@ class Account:
 
 
 class PlainSteps:
-    """The time of a step among others in a call, without looks."""
+    """The time of a plain step in a call of several."""
 
     def __init__(self) -> None:
         self._cost = CostModel()
         self._is_known = self._is_measured = False
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        """Learn from a step among others in a call."""
+        """Learn from a step of a call of several."""
         if not self._is_measured:
             self._cost = CostModel()
         self._is_known = self._is_measured = True
         self._cost.observe(work, seconds)
 
     def observe_alone(self, work: StepWork, seconds: float) -> None:
-        """Learn from a step without guesses that ran alone, as long as there is nothing better."""
+        """Learn from a step without guesses that ran alone, until the first call of several steps."""
         if not self._is_measured:
             self._is_known = True
             self._cost.observe(work, CALL_SHARE * seconds)
