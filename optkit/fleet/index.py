@@ -128,17 +128,20 @@ class Index:
         """Drop the table of a replica: gone, or with another version."""
         self._tables.pop(replica_id, None)
 
-    def held(self, replica_id: str, blocks: Blocks, now: float) -> int:
+    def held(self, replica_id: str, blocks: Blocks, now: float, most: int | None = None) -> int:
         """The first blocks of a prompt that the replica holds.
 
         Args:
             now: infinite leaves expectations out.
+            most: blocks held at another time, if more can't be held at ``now``.
         """
         table = self._tables.get(replica_id)
         if table is None or not table.ends:
             return 0
         if table.holds_ends:
             return self._last_end(table, blocks, now)
+        if most and table.ends.get(blocks.keys[most - 1], -math.inf) >= now:
+            return most
         start = _run(table.ends, blocks.common, 0, now) if blocks.common else 0
         return _run(table.ends, blocks.keys, start, now)
 

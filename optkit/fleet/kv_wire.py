@@ -21,19 +21,19 @@ import os
 import socket
 import struct
 import time
-import zlib
 from typing import TypeVar
 
 import msgspec
 import numpy as np
 
+from optkit.fleet.checksum import checksum
 from optkit.runtime.kv.exchange import BlockKV
 
-PROTOCOL = 1
+PROTOCOL = 2
 NONCE_BYTES = 32
 MAX_FRAME = 16 * 2**20  # a prompt of a million tokens is 5 MB
 MAX_STRANGER_FRAME = 4096  # before the proof
-LENGTH, CHECKSUM = struct.Struct(">I"), struct.Struct(">I")
+LENGTH, CHECKSUM = struct.Struct(">I"), struct.Struct(">Q")
 MAX_GROUPS = 4096
 MAX_WANTED = 1 << 16
 
@@ -137,14 +137,6 @@ FromClient = Join | Pull | PullRecent
 from_server: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)
 from_client: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
 _encoder = msgspec.msgpack.Encoder()
-
-
-def checksum(*parts: bytes | memoryview) -> int:
-    """The CRC-32 of ``parts`` in a row; finds every change within 32 bits."""
-    value = 0
-    for part in parts:
-        value = zlib.crc32(part, value)
-    return value
 
 
 def proof(secret: bytes, side: str, nonces: tuple[bytes, bytes], identity: Identity) -> bytes:

@@ -22,7 +22,7 @@ from heapq import nlargest, nsmallest
 
 from optkit.fleet.digests import Prompt
 from optkit.fleet.replica import Fetch, ReplicaReport
-from optkit.fleet.score import Candidate, Option, lateness, local, prefill_seconds
+from optkit.fleet.score import Candidate, Option, lateness, local_lateness, prefill_seconds
 
 CHUNK_TOKENS = 256  # between two transfers of a prompt that is computed for another replica
 PRIOR_SECONDS = 5e-3  # of a fetch beside its bytes
@@ -53,7 +53,11 @@ class Links:
 
     def observe(self, replica_id: str, num_bytes: int, seconds: float) -> None:
         """Take in the counters of a replica: bytes fetched so far, and the seconds of the fetches."""
-        link = self.links.setdefault(replica_id, Link())
+        link = self.links.get(replica_id)
+        if link is None:
+            link = self.links[replica_id] = Link()
+        if num_bytes == link.num_bytes:
+            return
         if num_bytes < link.num_bytes:  # another engine
             link.num_bytes, link.seconds = 0, 0.0
         new_bytes, new_seconds = num_bytes - link.num_bytes, seconds - link.seconds
@@ -63,7 +67,8 @@ class Links:
 
     def seconds(self, replica_id: str, num_bytes: float) -> float:
         """The predicted seconds of ``num_bytes`` into a replica, without the connection."""
-        return num_bytes / self.links.get(replica_id, Link()).bandwidth
+        link = self.links.get(replica_id)
+        return num_bytes / (PRIOR_BANDWIDTH if link is None else link.bandwidth)
 
 
 class Placement:
@@ -97,18 +102,23 @@ class Placement:
         holders = nlargest(2, peers, key=lambda peer: peer.reported_blocks)
         sources = [computing(peer, last * size, self.tpot) for peer in peers if computes(peer, last)]
         sources = nsmallest(2, sources, key=lambda source: source.cost)
-        enough = min(local(each, len(prompt), self.tpot).cost for each in alike)
+        length = len(prompt)
+        enough = min(each.queue + each.prefill + local_lateness(each, length, self.tpot) for each in alike)
         found: list[Option] = []
         for here in alike:
             if here.queue > enough:
                 continue
             way = Way(prompt, here, last, self.links, self.tpot)
-            found += [way.fetched(peer) for peer in holders if peer is not here][:1]
-            found += [way.computed(source) for source in sources if source.peer is not here][:1]
-        return [option for option in found if option.fetch is not None and option.fetch.digests]
+            peer = next((peer for peer in holders if peer is not here), None)
+            if peer is not None and min(peer.reported_blocks, last) > way.num_known:
+                found.append(way.fetched(peer))
+            source = next((source for source in sources if source.peer is not here), None)
+            if source is not None and last > way.num_known:
+                found.append(way.computed(source))
+        return found
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Computing:
     """A prompt computed by a peer for another replica.
 
@@ -143,22 +153,25 @@ def computing(peer: Candidate, num_tokens: int, tpot: float | None) -> Computing
     return Computing(peer, peer.queue + prefill, prefill, late + prefill * (1 / report.prefill_weight - 1))
 
 
-@dataclass(frozen=True)
 class Way:
-    """A prompt with ``last`` blocks fit for a cache, answered by the replica ``here``."""
+    """A prompt with ``last`` blocks fit for a cache, answered by the replica ``here``.
 
-    prompt: Prompt
-    here: Candidate
-    last: int
-    links: Links
-    tpot: float | None
+    Attributes:
+        num_known: the blocks in the replica's own cache.
+    """
+
+    __slots__ = ("here", "last", "links", "num_known", "prompt", "tpot")
+
+    def __init__(self, prompt: Prompt, here: Candidate, last: int, links: Links, tpot: float | None) -> None:
+        self.prompt, self.here, self.last, self.links, self.tpot = prompt, here, last, links, tpot
+        self.num_known = min(here.hit_blocks, last)
 
     def fetched(self, peer: Candidate) -> Option:
-        """With the further blocks of ``peer``; without digests where there are none.
+        """With the further blocks of ``peer``.
 
         Blocks that the peer is expected to have, but has not reported, would not be there yet.
         """
-        last = max(min(peer.reported_blocks, self.last), self.num_known)
+        last = min(peer.reported_blocks, self.last)
         arrival = PRIOR_SECONDS + self._seconds(last - self.num_known)
         return self._option(arrival, self._fetch(peer.report, last), last)
 
@@ -172,11 +185,6 @@ class Way:
         return self._option(
             arrival, fetch, self.last, source.late, ((source.peer.replica_id, source.prefill),)
         )
-
-    @property
-    def num_known(self) -> int:
-        """The blocks in the replica's own cache."""
-        return min(self.here.hit_blocks, self.last)
 
     def _option(
         self,

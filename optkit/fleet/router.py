@@ -360,7 +360,7 @@ class Router:
         hits = self.index.held(report.replica_id, blocks, now)
         reported = 0
         if hits and self.alternatives is not None:
-            reported = min(hits, self.index.held(report.replica_id, blocks, math.inf))
+            reported = min(hits, self.index.held(report.replica_id, blocks, math.inf, hits))
         tokens = hits * report.block_size
         prefill = prefill_seconds(report.prefill_seconds, num_tokens - tokens)
         return Candidate(report, hits, tokens, known.backlog.seconds(now), prefill, reported)

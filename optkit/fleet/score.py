@@ -10,6 +10,7 @@ replica and a full queue count in the same unit as a missing prefix: seconds.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,9 +28,7 @@ def prefill_seconds(table: Sequence[float], num_tokens: int) -> float:
     """
     if len(table) < len(PREFILL_TOKENS):
         return num_tokens * 1e-6
-    place = 1
-    while place < len(PREFILL_TOKENS) - 1 and PREFILL_TOKENS[place] < num_tokens:
-        place += 1
+    place = bisect_left(PREFILL_TOKENS, num_tokens, 1, len(PREFILL_TOKENS) - 1)
     low, high = PREFILL_TOKENS[place - 1], PREFILL_TOKENS[place]
     slope = (table[place] - table[place - 1]) / (high - low)
     return table[place - 1] + slope * (num_tokens - low)
@@ -125,9 +124,14 @@ class Option:
 
 def local(candidate: Candidate, num_tokens: int = 0, tpot: float | None = None) -> Option:
     """The prompt of ``num_tokens`` computed by the replica, with its cached blocks; ``tpot`` as in ``lateness``."""
-    report = candidate.report
-    late = lateness(report, candidate.prefill, num_tokens - candidate.hit_tokens, tpot)
-    return Option(candidate, candidate.seconds, None, ((report.replica_id, candidate.prefill),), late)
+    late = local_lateness(candidate, num_tokens, tpot)
+    charges = ((candidate.report.replica_id, candidate.prefill),)
+    return Option(candidate, candidate.queue + candidate.prefill, None, charges, late)
+
+
+def local_lateness(candidate: Candidate, num_tokens: int, tpot: float | None) -> float:
+    """``Option.late`` of ``local``."""
+    return lateness(candidate.report, candidate.prefill, num_tokens - candidate.hit_tokens, tpot)
 
 
 def lateness(report: ReplicaReport, step: float, num_tokens: int, tpot: float | None) -> float:
