@@ -23,12 +23,12 @@ MASK = (1 << 64) - 1
 
 def checksum(frame: bytes, data: memoryview) -> int:
     """The checksum of ``data``, and of the short ``frame`` before it, below 2^64."""
-    words = np.frombuffer(data, "<u8", len(data) // WORD_BYTES)
+    words, each = np.frombuffer(data, "<u8", len(data) // WORD_BYTES), weights(ROW)
     rest = bytes(data[words.nbytes :]).ljust(WORD_BYTES, b"\0")
     whole = len(words) // ROW
-    sums = words[: whole * ROW].reshape(whole, ROW) @ weights(ROW)
+    sums = words[: whole * ROW].reshape(whole, ROW) @ each
     tail = words[whole * ROW :]
-    last = int(tail @ weights(ROW)[: len(tail)]) + int.from_bytes(rest, "little") * int(weights(ROW)[-1])
+    last = int(tail @ each[: len(tail)]) + int.from_bytes(rest, "little") * int(each[-1])
     rows = weights(-(-(whole + 1) // ROW) * ROW)
     total = int(sums @ rows[:whole]) + (last & MASK) * int(rows[whole])
     return (total + zlib.crc32(frame)) & MASK

@@ -17,10 +17,10 @@ import operator
 import os
 import select
 import signal
-import struct
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,6 @@ NUM_LIKELY = 16  # tokens with a chance to follow
 UNLIKELY = -60.0  # logit of all other tokens: out of reach of a draw
 EMPTY = -1
 GOLDEN, MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
-TOKEN = struct.Struct(">I")  # of an ``Outlet``'s frame
 
 
 def set_likely(logits: np.ndarray, likely: np.ndarray) -> None:
@@ -56,21 +55,12 @@ def set_likely(logits: np.ndarray, likely: np.ndarray) -> None:
     logits[likely[::-1]] = np.arange(NUM_LIKELY, dtype=np.float32) / 4
 
 
-def choose(logits: np.ndarray, choice: Choice, uniforms: Sequence[float]) -> list[int]:
-    """The token of each row of ``logits`` [S, vocab_size], as the sampler of the runtime chooses it."""
-    width = logits.shape[1]
-    each = zip(logits, choice.parameters, uniforms, strict=True)
-    return sampling.choose([sampling.row(row, width, *its, uniform) for row, its, uniform in each], width)
-
-
-def send_tokens(outlet: Outlet, frame: bytearray, tokens: Sequence[int]) -> bool:
-    """Write ``frame`` with ``tokens`` to the socket of ``outlet``; False where the other end is gone."""
-    for place, token in zip(outlet.places, tokens, strict=True):
-        TOKEN.pack_into(frame, place, token)
+def is_sent(descriptor: int, frame: bytes) -> bool:
+    """Write ``frame`` to a socket; False where the other end is gone."""
     left = memoryview(frame)
     try:
         while left:
-            left = left[os.write(outlet.sink, left) :]
+            left = left[os.write(descriptor, left) :]
     except OSError:
         return False
     return True
@@ -248,8 +238,8 @@ class MockRunner(TokenKV):
 
     def decode(self, batch: Batch, choice: Choice, outlet: Outlet) -> np.ndarray:
         """The tokens [n, S] int64 of up to ``batch.num_steps`` steps, by the rules of ``decode_steps.decode``."""
-        seconds, frame, tokens = self._costs.step(batch.items), bytearray(outlet.frame), list[list[int]]()
-        slots = [self._slots_ahead(item, batch.num_steps) for item in batch.items]
+        seconds, tokens = self._costs.step(batch.items), list[list[int]]()
+        slots = [self._slots(replace(item, num_new=batch.num_steps), 0) for item in batch.items]
         last = [item.new_tokens[0] for item in batch.items]
         logits = np.empty((len(slots), self.vocab_size), np.float32)
         for uniforms in choice.uniforms.tolist():
@@ -259,22 +249,16 @@ class MockRunner(TokenKV):
                 self.slots[ids[-1]] = token
                 row[:] = UNLIKELY
                 set_likely(row, self.model.likely_after(self.slots[ids]))
-            last = choose(logits, choice, uniforms)
+            last = sampling.choose(choice.rows(logits, uniforms), self.vocab_size)
             self._sleep(max(0.0, end - self._clock()))
             tokens.append(last)
             if len(tokens) == len(choice.uniforms) or any(map(operator.contains, choice.stops, last)):
                 break
             if outlet.watched and select.select(outlet.watched, [], [], 0)[0]:
                 break
-            if outlet.sink >= 0 and not send_tokens(outlet, frame, last):
+            if outlet.sink >= 0 and not is_sent(outlet.sink, outlet.filled(last)):
                 break
         return np.array(tokens, np.int64)
-
-    def _slots_ahead(self, item: ScheduledRequest, steps: int) -> np.ndarray:
-        """The slots of a decoding request's tokens, up to the token of the last of ``steps``."""
-        positions = np.arange(item.request.num_held + steps)
-        blocks = np.array(item.request.block_tables[0])[positions // self.block_size]
-        return blocks * self.block_size + positions % self.block_size
 
     def copy_states(self, copies: Sequence[StateCopy]) -> None:
         """Do nothing: there is no recurrent state."""

@@ -103,7 +103,7 @@ class Placement:
         sources = [computing(peer, last * size, self.tpot) for peer in peers if computes(peer, last)]
         sources = nsmallest(2, sources, key=lambda source: source.cost)
         length = len(prompt)
-        enough = min(each.queue + each.prefill + local_lateness(each, length, self.tpot) for each in alike)
+        enough = min(each.seconds + local_lateness(each, length, self.tpot) for each in alike)
         found: list[Option] = []
         for here in alike:
             if here.queue > enough:

@@ -126,7 +126,7 @@ def local(candidate: Candidate, num_tokens: int = 0, tpot: float | None = None) 
     """The prompt of ``num_tokens`` computed by the replica, with its cached blocks; ``tpot`` as in ``lateness``."""
     late = local_lateness(candidate, num_tokens, tpot)
     charges = ((candidate.report.replica_id, candidate.prefill),)
-    return Option(candidate, candidate.queue + candidate.prefill, None, charges, late)
+    return Option(candidate, candidate.seconds, None, charges, late)
 
 
 def local_lateness(candidate: Candidate, num_tokens: int, tpot: float | None) -> float:

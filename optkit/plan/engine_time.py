@@ -53,11 +53,8 @@ class NoModel:
     def decode(self, batch: Batch, choice: Choice, outlet: Outlet) -> np.ndarray:
         """Tokens [steps, S] of ``batch.num_steps`` steps; their sampling is a part of the engine's time."""
         logits = self.logits[: len(batch.items)].numpy()
-        width = logits.shape[1]
-        rows = [
-            sampling.row(row, width, *each, 0.0) for row, each in zip(logits, choice.parameters, strict=True)
-        ]
-        return np.array([sampling.choose(rows, width) for _ in range(batch.num_steps)])
+        rows = choice.rows(logits, [0.0] * len(logits))
+        return np.array([sampling.choose(rows, logits.shape[1]) for _ in range(batch.num_steps)])
 
     def read_block(self, block: int) -> np.ndarray:
         return np.zeros(0, np.uint8)

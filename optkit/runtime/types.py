@@ -546,12 +546,14 @@ class Batch:
     Attributes:
         num_steps: the most steps to compute one after another, each with the tokens of the one before. More than one
             for decodes alone (``optkit.runtime.multi_step``).
+        could_be_several: without guesses the step could have been one of several.
     """
 
     items: tuple[ScheduledRequest, ...]
     transfers: tuple[Transfer | BlockCopy, ...] = ()
     state_copies: tuple[StateCopy, ...] = ()
     num_steps: int = 1
+    could_be_several: bool = False
 
     @property
     def num_tokens(self) -> int:

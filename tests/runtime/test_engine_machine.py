@@ -31,7 +31,7 @@ from optkit.runtime.kv.offload import CorruptBlock, MemoryBlocks
 from optkit.runtime.kv.prefix_cache import PrefixCache, sha256
 from optkit.runtime.kv.windows import most_blocks
 from optkit.runtime.report import Mark
-from optkit.runtime.sampling.proposer import SpeculationStats, StepTime
+from optkit.runtime.sampling.proposer import SpeculationStats
 from optkit.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
 from optkit.runtime.types import (
     NO_BLOCK,
@@ -41,11 +41,11 @@ from optkit.runtime.types import (
     FinishReason,
     Request,
     SamplingParams,
-    ScheduledRequest,
 )
 from tests.runtime.test_engine import VOCAB, solo
 from tests.support.fakes import FakeRunner
 from tests.support.histories import EngineHistory
+from tests.support.speculation import EveryStep
 
 MAX_LEN = 24
 WINDOWS = ((0,), (0,), (0, 3), (0, 5, 5, 1), (4,), (2, 7))  # of the groups of layers
@@ -62,7 +62,7 @@ class Clock:
         return self.now
 
 
-class Guesser:
+class Guesser(EveryStep):
     """Proposes what the solo run says, and now and then something else."""
 
     def __init__(self, answers: dict[str, list[int]], branches: bool) -> None:
@@ -81,12 +81,6 @@ class Guesser:
 
     def observe(self, request: Request, draft: tuple[int, ...], tokens: tuple[int, ...]) -> None:
         assert 1 <= len(tokens) <= 1 + len(draft)
-
-    def took(self, items: Sequence[ScheduledRequest], step: StepTime) -> None:
-        pass
-
-    def steps_ahead(self, requests: Sequence[Request]) -> int:
-        return 1
 
     def finished(self, request: Request) -> None:
         pass

@@ -130,10 +130,7 @@ class FakeRunner(TokenKV):
             if stops or len(steps) == batch.num_steps or sum(steps[-1]) % 5 == 0:
                 break
             if outlet.sink >= 0:
-                frame = bytearray(outlet.frame)
-                for place, token in zip(outlet.places, steps[-1], strict=True):
-                    frame[place : place + 4] = token.to_bytes(4, "big")
-                self.sent.append(bytes(frame))
+                self.sent.append(outlet.filled(steps[-1]))
             for copy, token in zip(copies, steps[-1], strict=True):
                 copy.num_computed = len(copy.token_ids)
                 copy.token_ids.append(token)

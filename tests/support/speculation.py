@@ -14,6 +14,16 @@ from optkit.runtime.types import EngineRequest, Request, SamplingParams, Schedul
 needs_native = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
 
 
+class EveryStep:
+    """The part of a proposer that looks for guesses in every step, and learns no times."""
+
+    def took(self, items: Sequence[ScheduledRequest], step: StepTime) -> None:
+        pass
+
+    def steps_ahead(self, requests: Sequence[Request]) -> int:
+        return 1
+
+
 class Eager(Lengths):
     """As many as allowed, always."""
 

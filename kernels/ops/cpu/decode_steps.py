@@ -63,6 +63,11 @@ class Choice:
     uniforms: np.ndarray
     stops: Sequence[Sequence[int]]
 
+    def rows(self, logits: np.ndarray, uniforms: Sequence[float]) -> list[bytes]:
+        """The rows of ``logits`` [S, V] float32 for ``sampling.choose``, with a number in [0, 1) for each."""
+        each = zip(logits, self.parameters, uniforms, strict=True)
+        return [sampling.row(row, logits.shape[1], *its, uniform) for row, its, uniform in each]
+
 
 @dataclass(frozen=True)
 class Outlet:
@@ -79,6 +84,13 @@ class Outlet:
     sink: int = -1
     frame: bytes = b""
     places: Sequence[int] = ()
+
+    def filled(self, tokens: Sequence[int]) -> bytes:
+        """The frame with the token of each sequence."""
+        frame = bytearray(self.frame)
+        for place, token in zip(self.places, tokens, strict=True):
+            frame[place : place + TOKEN_BYTES] = token.to_bytes(TOKEN_BYTES, "big")
+        return bytes(frame)
 
 
 def decode(
@@ -111,13 +123,7 @@ def decode(
     steps = len(choice.uniforms)
     check(logits, batch, tables, choice, outlet, (steps, count, width, block_size))
     vocabulary = logits.shape[1]
-    rows = np.frombuffer(
-        bytearray().join(
-            sampling.row(row, vocabulary, *parameters, 0.0)
-            for row, parameters in zip(logits, choice.parameters, strict=True)
-        ),
-        np.uint8,
-    )
+    rows = np.frombuffer(bytearray().join(choice.rows(logits, [0.0] * count)), np.uint8)
     frame = np.frombuffer(bytearray(outlet.frame), np.uint8)
     stops = np.array([token for each in choice.stops for token in each], np.int64)
     stop_ends = np.cumsum([len(each) for each in choice.stops], dtype=np.int64)

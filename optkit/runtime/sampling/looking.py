@@ -50,22 +50,21 @@ class PlainSteps:
     """The time of a plain step in a call of several."""
 
     def __init__(self) -> None:
-        self._cost = CostModel()
-        self._is_known = self._is_measured = False
+        self._cost: CostModel | None = None
+        self._is_measured = False
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learn from a step of a call of several."""
-        if not self._is_measured:
-            self._cost = CostModel()
-        self._is_known = self._is_measured = True
+        if self._cost is None or not self._is_measured:
+            self._cost, self._is_measured = CostModel(), True
         self._cost.observe(work, seconds)
 
     def observe_alone(self, work: StepWork, seconds: float) -> None:
         """Learn from a step without guesses that ran alone, until the first call of several steps."""
         if not self._is_measured:
-            self._is_known = True
+            self._cost = self._cost or CostModel()
             self._cost.observe(work, CALL_SHARE * seconds)
 
     def seconds(self, work: StepWork) -> float | None:
         """The predicted time of a step of ``work`` in a call; None before any step."""
-        return self._cost.seconds(work) if self._is_known else None
+        return self._cost.seconds(work) if self._cost is not None else None

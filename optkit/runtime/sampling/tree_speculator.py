@@ -169,10 +169,12 @@ class TreeSpeculator:
         for own in owns:
             if own.rests:
                 own.account.earn(RATE * step.num_steps)
+        if not looking:
+            return
         least = self.plain.seconds(plain) if step.could_be_several else None
         if least is None:
             least = CALL_SHARE * self.costs.seconds(plain)
-        price = (step.seconds / max(least, MIN_SECONDS) - 1) * len(items) / max(1, len(looking))
+        price = (step.seconds / max(least, MIN_SECONDS) - 1) * len(items) / len(looking)
         for own in looking:
             own.account.spend(price)
 

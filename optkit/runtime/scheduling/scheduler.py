@@ -124,7 +124,6 @@ class Scheduler:
         self._num_added = 0
         self.step_start = 0.0
         self.most_steps = 1
-        self._could_be_several = False  # the step of the batch, without guesses
 
     @property
     def has_work(self) -> bool:
@@ -220,9 +219,11 @@ class Scheduler:
         prefills = self._prefills(decodes)
         left = self.config.max_num_batched_tokens - Batch((*decodes, *prefills)).num_tokens
         items = (*self._with_drafts(ready, left), *prefills)
-        num_steps = self._num_steps(items)
+        could_be_several = self._may_run_ahead(items)
+        num_steps = self._num_steps(items) if could_be_several else 1
         items = tuple(item for item in items if self._is_here(item.request))
-        batch = Batch(items, self.kv.take_transfers(), self.kv.states.take_copies(), num_steps)
+        copies = self.kv.take_transfers(), self.kv.states.take_copies()
+        batch = Batch(items, *copies, num_steps, could_be_several)
         self.step_sizes.add(batch.num_tokens)
         self._announce_begun()
         return batch
@@ -238,7 +239,7 @@ class Scheduler:
         if batch.items and not copied and not any(isinstance(r, Failure) for r in results):
             steps = num_computed_steps(batch, results)
             self.cost.observe(step_work(batch.items), (now - self.step_start) / steps)
-            step = StepTime((now - self.step_start) / steps, steps, self._could_be_several)
+            step = StepTime((now - self.step_start) / steps, steps, batch.could_be_several)
             self.drafts.took(batch.items, step)
             for _ in range(1, steps):
                 self.step_sizes.add(batch.num_tokens)
@@ -394,9 +395,8 @@ class Scheduler:
         return min(self._final_length(request) - len(request.token_ids), request.until_change) - 1
 
     def _num_steps(self, items: Sequence[ScheduledRequest]) -> int:
-        """The number of decode steps for ``items`` without a decision in between; takes the blocks for all steps."""
-        self._could_be_several = self._may_run_ahead(items)
-        if not self._could_be_several or any(item.draft for item in items):
+        """The number of steps for ``items``, which ``_may_run_ahead``, up to a decision; takes the blocks for all."""
+        if any(item.draft for item in items):
             return 1
         requests = [item.request for item in items]
         left = min(self._final_length(request) - len(request.token_ids) for request in requests)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optkit.runtime.kv.rolling import RollingWindow
-from optkit.runtime.sampling.proposer import SpeculationStats, StepTime
+from optkit.runtime.sampling.proposer import SpeculationStats
 from optkit.runtime.scheduling.scheduler import Scheduler
 from optkit.runtime.types import (
     QUEUE_TIMEOUT,
@@ -20,9 +20,9 @@ from optkit.runtime.types import (
     FinishReason,
     Request,
     SamplingParams,
-    ScheduledRequest,
 )
 from tests.support.schedulers import add, advance, make, plan
+from tests.support.speculation import EveryStep
 
 
 def test_a_long_prompt_is_chunked_and_never_stalls_a_decode() -> None:
@@ -224,7 +224,7 @@ def test_what_raises_for_one_sequence_ends_that_one(monkeypatch: pytest.MonkeyPa
     scheduler.check()
 
 
-class Eager:
+class Eager(EveryStep):
     """Guesses as many tokens as it may; all of them are wrong where 5 is sampled."""
 
     def __init__(self) -> None:
@@ -235,12 +235,6 @@ class Eager:
 
     def observe(self, request: Request, draft: tuple[int, ...], tokens: tuple[int, ...]) -> None:
         pass
-
-    def took(self, items: Sequence[ScheduledRequest], step: StepTime) -> None:
-        pass
-
-    def steps_ahead(self, requests: Sequence[Request]) -> int:
-        return 1
 
     def finished(self, request: Request) -> None:
         pass
