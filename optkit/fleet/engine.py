@@ -19,7 +19,7 @@ from optkit.fleet.failover import Failover, Placed, Wanted
 from optkit.fleet.handover import budget, heir
 from optkit.fleet.member import Member, Members
 from optkit.fleet.replica import Mark, ReplicaGone, ReplicaReport, Work
-from optkit.fleet.router import Decision, NoReplica, Router
+from optkit.fleet.router import Decision, NoReplica, Router, log_decision
 from optkit.fleet.totals import Totals
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.pooling import Pooling
@@ -145,6 +145,9 @@ class FleetEngine:
             return None
         chosen = _Chosen(self._known[decision.replica_id].member, decision, self.router)
         work = Work(request=wanted.request, digests=decision.digests, fetch=decision.fetch)
+        asyncio.get_running_loop().call_soon(
+            log_decision, decision
+        )  # this turn of the loop sends the request
         return Placed(chosen, decision.version, work)
 
     def _ready(self) -> list[_Known]:

@@ -10,8 +10,9 @@ For each replica a table of keys (``optkit.fleet.digests``), filled from two sid
 A report counts from the mark in the question. Any other report would leave wrong entries, and is left out; the next
 question repeats the mark. Thus a single question after a gap makes the table right.
 
-Memory: a table is a ``dict`` from key to the time at which the entry ends (infinite for reported blocks). A replica
-has at most ``budget`` blocks, and expectations beyond ``budget`` go, the oldest first. So the index is bounded by the
+Memory: a table is a ``dict`` from key to the time at which the entry ends (infinite for reported blocks). Entries that
+ended count for nothing, and go with the next report. A replica has at most ``budget`` blocks, and expectations beyond
+``budget`` go, the oldest first. So the index is bounded by the
 blocks of the replicas, and a replica without requests costs nothing.
 """
 
@@ -25,6 +26,8 @@ from dataclasses import dataclass, field
 
 from optkit.fleet.digests import Blocks, key_of
 from optkit.runtime.report import BlockChanges, Mark
+
+NEVER = -math.inf  # the end of an entry that is not there
 
 
 @dataclass(slots=True)
@@ -48,9 +51,10 @@ class Table:
         """Forget the blocks of the oldest expectation, but for later expectations and reported blocks."""
         until, keys = self.expected.popleft()
         self.num_expected -= len(keys)
+        ends = self.ends
         for key in keys:
-            if self.ends.get(key) == until:
-                del self.ends[key]
+            if ends.get(key) == until:
+                del ends[key]
 
 
 class Index:
@@ -89,7 +93,8 @@ class Index:
         """
         table = self._tables.setdefault(replica_id, Table())
         table.holds_ends = holds_ends
-        self._expire(table, budget, now)
+        while table.expected and table.expected[0][0] < now:
+            table.drop_oldest_expectation()
         if changes.is_snapshot:
             waiting = {key: until for key, until in table.ends.items() if until != math.inf}
             table.ends = waiting | dict.fromkeys(map(key_of, changes.added), math.inf)
@@ -107,15 +112,17 @@ class Index:
             table.ends = dict(itertools.islice(table.ends.items(), excess, None))
         return True
 
-    def expect(self, replica_id: str, keys: Sequence[int], until: float, *, budget: int, now: float) -> None:
+    def expect(self, replica_id: str, keys: Sequence[int], until: float, *, budget: int) -> None:
         """Count the blocks of a prompt just sent to a replica as the replica's, up to the time ``until``."""
         table = self._tables.setdefault(replica_id, Table())
+        ends = table.ends
         for key in keys:
-            if table.ends.get(key, -math.inf) < until:
-                table.ends[key] = until
+            if ends.get(key, NEVER) < until:
+                ends[key] = until
         table.expected.append((until, keys))
         table.num_expected += len(keys)
-        self._expire(table, budget, now)
+        while table.num_expected > budget:
+            table.drop_oldest_expectation()
 
     def disappoint(self, replica_id: str, keys: Sequence[int], until: float) -> None:
         """Take back an expectation: the prompt will not be computed there."""
@@ -128,20 +135,20 @@ class Index:
         """Drop the table of a replica: gone, or with another version."""
         self._tables.pop(replica_id, None)
 
-    def held(self, replica_id: str, blocks: Blocks, now: float, most: int | None = None) -> int:
-        """The first blocks of a prompt that the replica holds.
-
-        Args:
-            now: infinite leaves expectations out.
-            most: blocks held at another time, if more can't be held at ``now``.
-        """
+    def hits(self, replica_id: str, blocks: Blocks, now: float) -> tuple[int, int]:
+        """The number of first blocks of a prompt that the replica holds, and of those in the replica's reports."""
         table = self._tables.get(replica_id)
         if table is None or not table.ends:
-            return 0
+            return 0, 0
+        found = self._held(table, blocks, now)
+        if found and table.ends.get(blocks.keys[found - 1]) != math.inf:
+            return found, min(found, self._held(table, blocks, math.inf))
+        return found, found
+
+    def _held(self, table: Table, blocks: Blocks, now: float) -> int:
+        """The number of first blocks held; with ``now`` infinite only reported ones count."""
         if table.holds_ends:
             return self._last_end(table, blocks, now)
-        if most and table.ends.get(blocks.keys[most - 1], -math.inf) >= now:
-            return most
         start = _run(table.ends, blocks.common, 0, now) if blocks.common else 0
         return _run(table.ends, blocks.keys, start, now)
 
@@ -152,14 +159,10 @@ class Index:
                 count
                 for keys in (blocks.keys, blocks.common)
                 for count, key in enumerate(keys, 1)
-                if table.ends.get(key, -math.inf) >= now
+                if table.ends.get(key, NEVER) >= now
             ),
             default=0,
         )
-
-    def _expire(self, table: Table, budget: int, now: float) -> None:
-        while table.expected and (table.expected[0][0] < now or table.num_expected > budget):
-            table.drop_oldest_expectation()
 
 
 def _run(ends: dict[int, float], keys: Sequence[int], start: int, now: float) -> int:
@@ -170,7 +173,7 @@ def _run(ends: dict[int, float], keys: Sequence[int], start: int, now: float) ->
     """
     low, high, middle = start, len(keys), start  # the first look decides for most prompts
     while low < high:
-        if ends.get(keys[middle], -math.inf) >= now:
+        if ends.get(keys[middle], NEVER) >= now:
             low = middle + 1
         else:
             high = middle

@@ -25,11 +25,11 @@ from typing import TypeVar
 
 import msgspec
 import numpy as np
+from xxhash import xxh3_64
 
-from optkit.fleet.checksum import checksum
 from optkit.runtime.kv.exchange import BlockKV
 
-PROTOCOL = 2
+PROTOCOL = 3
 NONCE_BYTES = 32
 MAX_FRAME = 16 * 2**20  # a prompt of a million tokens is 5 MB
 MAX_STRANGER_FRAME = 4096  # before the proof
@@ -143,6 +143,13 @@ def proof(secret: bytes, side: str, nonces: tuple[bytes, bytes], identity: Ident
     """The proof of ``secret`` by ``side``, for the nonces of server and client."""
     key = hmac.digest(secret, b"optkit kv transfer", "sha256")
     return hmac.digest(key, b"\0".join((side.encode(), *nonces, _encoder.encode(identity))), "sha256")
+
+
+def checksum(frame: bytes, data: memoryview) -> int:
+    """The 64-bit XXH3 of ``frame`` and ``data``, which damage leaves unchanged with a chance of about 2^-64."""
+    hashed = xxh3_64(frame)
+    hashed.update(data)
+    return hashed.intdigest()
 
 
 class Channel:

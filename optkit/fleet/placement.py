@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from heapq import nlargest, nsmallest
+from operator import attrgetter
 
 from optkit.fleet.digests import Prompt
 from optkit.fleet.replica import Fetch, ReplicaReport
@@ -86,10 +86,11 @@ class Placement:
         self.tpot, self.links = tpot, Links()
 
     def __call__(self, prompt: Prompt, candidates: Sequence[Candidate], now: float = 0.0) -> list[Option]:
+        """The options that cost less than the same replica's local one."""
         kinds: dict[tuple[str, str, int], list[Candidate]] = {}
         for each in candidates:
             stats, report = each.report.stats, each.report
-            self.links.observe(each.replica_id, stats.kv_bytes_fetched, 1e-6 * stats.kv_fetch_microseconds)
+            self.links.observe(report.replica_id, stats.kv_bytes_fetched, 1e-6 * stats.kv_fetch_microseconds)
             if report.kv_layout:
                 kinds.setdefault((report.version, report.kv_layout, report.block_size), []).append(each)
         return [option for alike in kinds.values() if len(alike) > 1 for option in self._among(prompt, alike)]
@@ -99,23 +100,24 @@ class Placement:
         size = alike[0].report.block_size
         last = max(0, len(prompt) - 1) // size
         peers = [each for each in alike if each.report.peer_address]
-        holders = nlargest(2, peers, key=lambda peer: peer.reported_blocks)
+        holders = sorted(peers, key=attrgetter("reported_blocks"), reverse=True)[:2]
         sources = [computing(peer, last * size, self.tpot) for peer in peers if computes(peer, last)]
-        sources = nsmallest(2, sources, key=lambda source: source.cost)
+        sources = sorted(sources, key=attrgetter("cost"))[:2]
         length = len(prompt)
-        enough = min(each.seconds + local_lateness(each, length, self.tpot) for each in alike)
-        found: list[Option] = []
-        for here in alike:
-            if here.queue > enough:
+        costs = [each.seconds + local_lateness(each, length, self.tpot) for each in alike]
+        enough = min(costs)
+        found: list[Option | None] = []
+        for here, cost in zip(alike, costs, strict=True):
+            if here.queue > enough or here.hit_blocks >= last:
                 continue
-            way = Way(prompt, here, last, self.links, self.tpot)
+            way = Way(prompt, here, last, self.links, self.tpot, cost)
             peer = next((peer for peer in holders if peer is not here), None)
             if peer is not None and min(peer.reported_blocks, last) > way.num_known:
                 found.append(way.fetched(peer))
             source = next((source for source in sources if source.peer is not here), None)
-            if source is not None and last > way.num_known:
+            if source is not None:
                 found.append(way.computed(source))
-        return found
+        return [option for option in found if option is not None]
 
 
 @dataclass(slots=True)
@@ -126,17 +128,14 @@ class Computing:
         seconds: until the prompt is computed, without the transfer.
         prefill: the part of ``seconds`` after the peer's queue.
         late: the lateness of the peer's streams, and what the peer's weight adds.
+        cost: the seconds to compare peers by.
     """
 
     peer: Candidate
     seconds: float
     prefill: float
     late: float
-
-    @property
-    def cost(self) -> float:
-        """The seconds to compare peers by."""
-        return self.seconds + self.late
+    cost: float
 
 
 def computes(peer: Candidate, num_blocks: int) -> bool:
@@ -148,64 +147,68 @@ def computing(peer: Candidate, num_tokens: int, tpot: float | None) -> Computing
     """The cost of ``num_tokens`` tokens computed by ``peer``."""
     report, new = peer.report, num_tokens - peer.hit_tokens
     prefill = prefill_seconds(report.prefill_seconds, new)
-    step = prefill_seconds(report.prefill_seconds, min(new, CHUNK_TOKENS))
-    late = -(-new // CHUNK_TOKENS) * lateness(report, step, new, tpot)
-    return Computing(peer, peer.queue + prefill, prefill, late + prefill * (1 / report.prefill_weight - 1))
+    late = prefill * (1 / report.prefill_weight - 1)
+    if report.num_running:
+        step = prefill_seconds(report.prefill_seconds, min(new, CHUNK_TOKENS))
+        late += -(-new // CHUNK_TOKENS) * lateness(report, step, new, tpot)
+    seconds = peer.queue + prefill
+    return Computing(peer, seconds, prefill, late, seconds + late)
 
 
 class Way:
-    """A prompt with ``last`` blocks fit for a cache, answered by the replica ``here``.
+    """A prompt with ``last`` blocks fit for a cache, answered by the replica ``here``, which lacks some of them.
+
+    Args:
+        most: the cost from which on an option is none.
 
     Attributes:
         num_known: the blocks in the replica's own cache.
     """
 
-    __slots__ = ("here", "last", "links", "num_known", "prompt", "tpot")
+    __slots__ = ("here", "last", "links", "most", "num_known", "prompt", "tpot")
 
-    def __init__(self, prompt: Prompt, here: Candidate, last: int, links: Links, tpot: float | None) -> None:
-        self.prompt, self.here, self.last, self.links, self.tpot = prompt, here, last, links, tpot
-        self.num_known = min(here.hit_blocks, last)
+    def __init__(
+        self, prompt: Prompt, here: Candidate, last: int, links: Links, tpot: float | None, most: float
+    ) -> None:
+        self.prompt, self.here, self.last, self.links = prompt, here, last, links
+        self.tpot, self.most, self.num_known = tpot, most, here.hit_blocks
 
-    def fetched(self, peer: Candidate) -> Option:
+    def fetched(self, peer: Candidate) -> Option | None:
         """With the further blocks of ``peer``.
 
         Blocks that the peer is expected to have, but has not reported, would not be there yet.
         """
         last = min(peer.reported_blocks, self.last)
-        arrival = PRIOR_SECONDS + self._seconds(last - self.num_known)
-        return self._option(arrival, self._fetch(peer.report, last), last)
+        return self._option(PRIOR_SECONDS + self._seconds(last - self.num_known), last, peer.report)
 
-    def computed(self, source: Computing) -> Option:
+    def computed(self, source: Computing) -> Option | None:
         """With all whole blocks computed by a peer."""
         size, missing = self.here.report.block_size, self.last - self.num_known
         behind = min(missing, -(-CHUNK_TOKENS // size))  # blocks of the last chunk travel after it
         slower = max(0.0, self._seconds(missing) - source.prefill)
         arrival = PRIOR_SECONDS + source.seconds + slower + self._seconds(behind)
-        fetch = self._fetch(source.peer.report, self.last, computes=True)
-        return self._option(
-            arrival, fetch, self.last, source.late, ((source.peer.replica_id, source.prefill),)
-        )
+        return self._option(arrival, self.last, source.peer.report, source)
 
     def _option(
-        self,
-        arrival: float,
-        fetch: Fetch,
-        known: int,
-        further: float = 0.0,
-        charges: tuple[tuple[str, float], ...] = (),
-    ) -> Option:
-        """The option with ``known`` blocks at the replica after ``arrival`` seconds, at the cost of ``further``."""
+        self, arrival: float, last: int, peer: ReplicaReport, source: Computing | None = None
+    ) -> Option | None:
+        """The option with ``last`` blocks at the replica after ``arrival`` seconds, from ``peer``.
+
+        Args:
+            source: the peer computes the blocks first.
+        """
         report = self.here.report
-        left = len(self.prompt) - known * report.block_size
+        left = len(self.prompt) - last * report.block_size
         prefill = prefill_seconds(report.prefill_seconds, left)
         seconds = max(self.here.queue, arrival) + prefill
-        late = lateness(report, prefill, left, self.tpot) + further
-        return Option(self.here, seconds, fetch, ((report.replica_id, prefill), *charges), late)
+        late = lateness(report, prefill, left, self.tpot) + (source.late if source else 0.0)
+        if seconds + late >= self.most:
+            return None
+        digests = self.prompt.digests(report.block_size)[self.num_known : last]
+        fetch = Fetch(peer.replica_id, peer.peer_address, digests, source is not None)
+        charges = ((report.replica_id, prefill), (peer.replica_id, source.prefill if source else 0.0))
+        return Option(self.here, seconds, fetch, charges[: 2 if source else 1], late)
 
     def _seconds(self, num_blocks: int) -> float:
         report = self.here.report
         return self.links.seconds(report.replica_id, num_blocks * report.block_bytes)
-
-    def _fetch(self, source: ReplicaReport, last: int, computes: bool = False) -> Fetch:
-        digests = self.prompt.digests(self.here.report.block_size)
-        return Fetch(source.replica_id, source.peer_address, digests[self.num_known : last], computes)

@@ -7,6 +7,7 @@ The interface, for the engine in front of a fleet. No method waits, and none cal
     decision = router.choose(prompt)                 # raises NoReplica
     work = Work(request=request, digests=decision.digests, fetch=decision.fetch)   # to decision.replica_id, or, when
                                                      # refused, to the next of decision.ranks by choose(exclude=...)
+    log_decision(decision)                           # after the request was sent
     router.answered(decision, output.first)          # with the first token, or
     router.withdrawn(decision)                       # refused, failed or aborted before the first token
     router.ended(decision)                           # an answered request has ended, in whatever way
@@ -43,7 +44,6 @@ The rules of a decision:
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -57,7 +57,7 @@ from optkit.fleet.replica import Fetch, Mark, ReplicaReport
 from optkit.fleet.score import MOST_SENT, Backlog, Candidate, Option, local, prefill_seconds
 from optkit.runtime.types import EngineRequest, FirstToken
 
-__all__ = ["Alternatives", "Decision", "NoReplica", "Router"]
+__all__ = ["Alternatives", "Decision", "NoReplica", "Router", "log_decision"]
 
 log = logging.getLogger("optkit.fleet.router")
 
@@ -357,10 +357,7 @@ class Router:
 
     def _candidate(self, num_tokens: int, blocks: Blocks, known: _Known, now: float) -> Candidate:
         report = known.report
-        hits = self.index.held(report.replica_id, blocks, now)
-        reported = 0
-        if hits and self.alternatives is not None:
-            reported = min(hits, self.index.held(report.replica_id, blocks, math.inf, hits))
+        hits, reported = self.index.hits(report.replica_id, blocks, now)
         tokens = hits * report.block_size
         prefill = prefill_seconds(report.prefill_seconds, num_tokens - tokens)
         return Candidate(report, hits, tokens, known.backlog.seconds(now), prefill, reported)
@@ -413,15 +410,22 @@ class Router:
         if is_cold:
             known.last_cold = decision.number
         self._expect(decision, decision.holder, now, now + best.seconds + EXPECT_SECONDS)
-        log.info("%s", decision)
         return decision
 
     def _expect(self, decision: Decision, holder: str, now: float, until: float) -> None:
         """Count the blocks of the prompt as those of ``holder``."""
         known = self._known.get(holder)
         if known is not None and decision.keys and not known.report.holds_ends:
-            self.index.expect(holder, decision.keys, until, budget=known.budget, now=now)
+            self.index.expect(holder, decision.keys, until, budget=known.budget)
             decision.holder, decision.expected_until = holder, until
+
+
+def log_decision(decision: Decision) -> None:
+    """Explain a decision in a line of the log.
+
+    A line takes as long as a fourth of a decision, so it is written once the request is on its way.
+    """
+    log.info("%s", decision)
 
 
 def _cost(option: Option) -> float:

@@ -19,6 +19,7 @@ from optkit.fleet.replica import Fetch, ReplicaReport
 from optkit.runtime.report import PREFILL_TOKENS
 
 MOST_SENT = 4096  # requests of a replica without a report in between
+NUM_KNOWN, LAST = len(PREFILL_TOKENS), len(PREFILL_TOKENS) - 1
 
 
 def prefill_seconds(table: Sequence[float], num_tokens: int) -> float:
@@ -26,12 +27,11 @@ def prefill_seconds(table: Sequence[float], num_tokens: int) -> float:
 
     Without predictions a token counts as a microsecond, so fewer uncached tokens still win.
     """
-    if len(table) < len(PREFILL_TOKENS):
+    if len(table) < NUM_KNOWN:
         return num_tokens * 1e-6
-    place = bisect_left(PREFILL_TOKENS, num_tokens, 1, len(PREFILL_TOKENS) - 1)
-    low, high = PREFILL_TOKENS[place - 1], PREFILL_TOKENS[place]
-    slope = (table[place] - table[place - 1]) / (high - low)
-    return table[place - 1] + slope * (num_tokens - low)
+    place = bisect_left(PREFILL_TOKENS, num_tokens, 1, LAST)
+    low, start = PREFILL_TOKENS[place - 1], table[place - 1]
+    return start + (table[place] - start) / (PREFILL_TOKENS[place] - low) * (num_tokens - low)
 
 
 @dataclass(slots=True)
@@ -142,6 +142,6 @@ def lateness(report: ReplicaReport, step: float, num_tokens: int, tpot: float | 
         num_tokens: of the prompt that are computed.
         tpot: seconds promised between two tokens of a stream; None promises nothing.
     """
-    if tpot is None or num_tokens <= 0:
+    if tpot is None or num_tokens <= 0 or not report.num_running:
         return 0.0
     return report.num_running * max(0.0, report.decode_seconds + step - tpot)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from optkit.graph.states import kv_of, recurrent_of
 from optkit.kernels.cpu import native
-from optkit.kernels.cpu.call_list import ALIGN, LOGITS, CallList
-from optkit.kernels.cpu.program import Program
+from optkit.kernels.cpu.call_list import ALIGN, CallList
 from optkit.lowering import saved_file
-from optkit.lowering.launch_plan import BATCH
 from optkit.lowering.lower import Executable, LoweredVariant
 from optkit.lowering.saved_file import Calls
-
-NUM_SIZED = len(BATCH) + 1  # arguments of a program before its inputs: the batch, and a KV pool
+from optkit.lowering.to_native import program_of
 
 
 def save(model: Executable, hidden: Executable | None, key: str, *, takes_trees: bool = False) -> None:
@@ -54,30 +51,6 @@ def is_savable(model: Executable) -> bool:
         and model.weight_bytes <= saved_file.MOST_BYTES
         and all(program_of(variant) is not None for variant in model.variants)
     )
-
-
-def program_of(variant: LoweredVariant) -> tuple[Program, tuple[str, ...]] | None:
-    """The program that is all of ``variant``, with the names of its inputs; None where torch computes something."""
-    calls = [node for node in variant.module.graph.nodes if node.op not in ("placeholder", "output")]
-    if variant.special is not None or len(calls) != 2:
-        return None
-    call, first = calls
-    (result,) = (node.args[0] for node in variant.module.graph.nodes if node.op == "output")
-    program = call.target
-    if not isinstance(program, Program) or first.args != (call, 0) or result is not first:
-        return None
-    batch, inputs = call.args[: len(BATCH)], call.args[NUM_SIZED:]
-    named = [str(node.target) for node in batch if isinstance(node, fx.Node)]
-    if (
-        tuple(named) != BATCH
-        or program.checked
-        or not all(isinstance(a, fx.Node) and a.op == "placeholder" for a in inputs)
-    ):
-        return None
-    ((rows, shape, dtype),) = program.outputs
-    if rows != LOGITS or len(shape) != 1 or dtype is not torch.float32:
-        return None
-    return program, tuple(str(node.target) for node in inputs)
 
 
 class Body:

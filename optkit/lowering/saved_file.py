@@ -32,7 +32,7 @@ from optkit.graph.states import KVSpec, RecurrentSpec
 from optkit.kernels.cpu import native
 from optkit.kernels.cpu.call_list import ALIGN, ARGUMENT, CallList, CallPlan
 from optkit.kernels.cpu.large_pages import new_chunk
-from optkit.lowering.saved_model import SavedModel, SavedVariant
+from optkit.lowering.native_model import NativeModel, NativeVariant
 from optkit.machine.locks import Locks, modified
 from optkit.machine.paths import cache_dir
 from optkit.machine.seals import is_sealed, seal
@@ -56,7 +56,7 @@ assert ARGUMENTS.itemsize == ARGUMENT.size
 
 
 class Calls(msgspec.Struct, frozen=True):
-    """A list of calls in the file (``SavedVariant``). Places are bytes from the start of the body.
+    """A list of calls in the file (``NativeVariant``). Places are bytes from the start of the body.
 
     Attributes:
         calls, arguments: place and bytes.
@@ -105,8 +105,8 @@ class Saved:
         takes_trees: steps of ``model`` may have trees of guesses.
     """
 
-    model: SavedModel
-    hidden: SavedModel | None
+    model: NativeModel
+    hidden: NativeModel | None
     takes_trees: bool
 
 
@@ -199,9 +199,9 @@ def read_stream(stream: BinaryIO, key: str) -> Saved:
     return Saved(model, hidden, header.takes_trees)
 
 
-def model_of(header: Header, lists: Sequence[Calls], body: np.ndarray) -> SavedModel:
+def model_of(header: Header, lists: Sequence[Calls], body: np.ndarray) -> NativeModel:
     """The model of ``lists`` over the weights in ``body``."""
-    return SavedModel(
+    return NativeModel(
         variants_of(lists, body),
         (*header.kv, *header.recurrent),
         header.vocab_size,
@@ -231,13 +231,13 @@ def read_body(stream: BinaryIO, body: np.ndarray) -> str:
     return digest.hexdigest()
 
 
-def variants_of(lists: Sequence[Calls], body: np.ndarray) -> list[SavedVariant]:
+def variants_of(lists: Sequence[Calls], body: np.ndarray) -> list[NativeVariant]:
     """The variants of ``lists`` over the weights in ``body``.
 
     Raises:
         ValueError: a place is outside of the file.
     """
-    base, size, made = body.ctypes.data, len(body), list[SavedVariant]()
+    base, size, made = body.ctypes.data, len(body), list[NativeVariant]()
     for each in lists:
         if len(each.inputs) != each.plan.num_inputs or each.plan.num_outputs != 1:
             raise ValueError("a list of calls has other inputs than it names")
@@ -248,7 +248,7 @@ def variants_of(lists: Sequence[Calls], body: np.ndarray) -> list[SavedVariant]:
                 raise ValueError("a weight lies outside of it")
             table["value"][number] = base + at
         made.append(
-            SavedVariant(each.limit, each.inputs, CallList(each.plan, calls, table.tobytes()), each.width)
+            NativeVariant(each.limit, each.inputs, CallList(each.plan, calls, table.tobytes()), each.width)
         )
     for other in made[1:]:
         other.calls.arena = made[0].calls.arena

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optkit.kernels.cpu.recorder import RecordedCalls
-from optkit.lowering.saved_model import SavedVariant
+from optkit.lowering.native_model import NativeVariant
 
 if TYPE_CHECKING:
     from optkit.kernels.cpu.call_list import CallList
@@ -50,7 +50,7 @@ class Timing:
 
     def variant(self, plain: Any) -> Any:
         """The timed copy of ``plain``, a variant of an executable."""
-        if isinstance(plain, SavedVariant):
+        if isinstance(plain, NativeVariant):
             calls = self.recorded(plain.calls)
             return plain.timed(calls, self.number(Op(PROGRAM, PROGRAM)), self.calls.append, self.add_run)
         from optkit.profiling.timed import timed_variant

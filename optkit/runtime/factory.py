@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -20,7 +20,7 @@ from optkit.artifact.open import Artifact
 from optkit.errors import UserError
 from optkit.graph.kv_layout import KVLayout, kv_layout, layout_of, one_group
 from optkit.graph.states import KVSpec, StateSpec, recurrent_of, sequence_bytes
-from optkit.lowering.saved_model import SavedModel
+from optkit.lowering.native_model import NativeModel
 from optkit.machine.heap import trim_heap
 from optkit.machine.present import present_target
 from optkit.recipe.engine_options import MAX_REQUESTS, NO_SPECULATION, EngineOptions, engine_options
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Model: TypeAlias = "Executable | SavedModel"
+Model: TypeAlias = "Executable | NativeModel"
 
 Guesser = Speculator | TreeSpeculator
 TREES = "trees"  # the form of a graph that takes trees of guesses
@@ -128,7 +128,7 @@ def load_engine(artifact_dir: str, options: EngineOptions) -> Engine:
     engine = make_engine(model, config, gpu, store, guesses, cost, target, zero)
     tokenizer = artifact.directory / "tokenizer.json"
     engine.grammars = Grammars(partial(vocabulary, tokenizer, model.vocab_size))
-    engine.from_saved_weights = isinstance(model, SavedModel)
+    engine.from_saved_weights = loaded.is_saved
     if takes_the_rest:
         engine.memory_share = options.gpu_memory_utilization
     engine.specprefill = scoring_queue(artifact, loaded.shared, options, engine.config)
@@ -137,9 +137,9 @@ def load_engine(artifact_dir: str, options: EngineOptions) -> Engine:
     warm_up(engine, artifact_dir)
     if isinstance(engine.runner, ModelRunner) and zero is None:
         adopt_baked(engine, artifact, engine.runner)
-    if loaded.may_save and loaded.shared is not None:
-        executable, form = cast("Executable", model), form_of(options)
-        save_model(artifact, executable, loaded.shared(), form, takes_trees=loaded.takes_trees)
+    if loaded.to_save is not None and loaded.shared is not None:
+        shared, form = loaded.shared(), form_of(options)
+        save_model(artifact, loaded.to_save, shared, form, takes_trees=loaded.takes_trees)
     trim_heap()
     return engine
 
@@ -152,28 +152,38 @@ class Loaded:
         shared: gives the packed weights for further graphs of the artifact; None where there are none.
         hidden: the saved model without the output head.
         takes_trees: the model takes trees of guesses.
-        may_save: lowered, and all by kernels of optkit.
+        is_saved: read from the file of an earlier start.
+        to_save: ``model`` as it was lowered, for the starts to come; None where it is saved, or may not be.
     """
 
     model: Model
     shared: Callable[[], SharedWeights] | None = None
-    hidden: SavedModel | None = None
+    hidden: NativeModel | None = None
     takes_trees: bool = False
-    may_save: bool = False
+    is_saved: bool = False
+    to_save: Executable | None = None
 
 
 def load_model(artifact: Artifact, options: EngineOptions) -> Loaded:
-    """The model of ``artifact``: the saved one of an earlier start, which needs no torch, or lowered now."""
+    """The model of ``artifact``: the saved one of an earlier start, which needs no torch, or lowered now.
+
+    A lowered model whose steps are native calls alone runs as the saved one will.
+    """
     plain = may_be_saved(artifact, options)
     if plain and (saved := read_saved(artifact, form_of(options))):
-        return Loaded(saved.model, cache(new_weights), saved.hidden, saved.takes_trees)
+        return Loaded(saved.model, cache(new_weights), saved.hidden, saved.takes_trees, is_saved=True)
+    from optkit.lowering.to_native import to_native
     from optkit.runtime.tree_graph import TreeGraph
 
     shared = new_weights() if artifact.recipe.target == "cpu" else None
     trees = TreeGraph(present_target(artifact.recipe.target)) if form_of(options) == TREES else None
-    model = artifact.executable(trust_code=options.trust_artifact_code, shared=shared, change=trees)
-    takes_trees = trees is not None and not trees.reason
-    return Loaded(model, (lambda: shared) if shared is not None else None, None, takes_trees, plain)
+    lowered = artifact.executable(trust_code=options.trust_artifact_code, shared=shared, change=trees)
+    return Loaded(
+        to_native(lowered) or lowered,
+        (lambda: shared) if shared is not None else None,
+        takes_trees=trees is not None and not trees.reason,
+        to_save=lowered if plain else None,
+    )
 
 
 def may_be_saved(artifact: Artifact, options: EngineOptions) -> bool:

@@ -3,7 +3,7 @@
 docs/architecture.md lists the inputs. numpy computes the inputs of all requests at once, because Python code per token
 would be a visible part of a prefill. Steps of a token a request, which decode, take another way: a few numbers are
 collected in Python in a third of the time of two dozen numpy calls. A model of torch takes the arrays without a copy,
-and a model of native calls alone (``optkit.lowering.saved_model``) runs without torch.
+and a model of native calls alone (``optkit.lowering.native_model``) runs without torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from optkit.graph.kv_layout import ONE_GROUP, KVGroup, KVLayout, one_group, table_inputs
 from optkit.graph.states import STATE_SLOTS, KVSpec, StateSpec, sequence_bytes
-from optkit.lowering.saved_model import SavedStep
+from optkit.lowering.native_model import NativeStep
 from optkit.runtime.draft_tree import DraftTree, Move
 from optkit.runtime.kv.pools import HostPools, Pools, dtype_label
 from optkit.runtime.kv.windows import first_block
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 class ServableModel(Protocol):
     """A lowered graph: of torch (``optkit.lowering.lower.Executable``), called with the inputs of a step as tensors, or
-    with a method ``step_on`` (``optkit.lowering.saved_model.SavedModel``).
+    with a method ``step_on`` (``optkit.lowering.native_model.NativeModel``).
     """
 
     @property
@@ -82,7 +82,7 @@ class ModelRunner:
         self.pools = self._make_pools(where)
         self.kv_pools, self.state_pools = self.pools.kv, self.pools.states
         self._step = self.pools.bind(model)
-        self.is_multi_step = isinstance(self._step, SavedStep)
+        self.is_multi_step = isinstance(self._step, NativeStep)
 
     def _make_pools(self, device: torch.device | str) -> Pools:
         sizes = (self.layout, self.model.states, self.num_blocks, self.block_size)
@@ -106,7 +106,7 @@ class ModelRunner:
     def decode(self, batch: Batch, choice: Choice, outlet: Outlet) -> np.ndarray:
         """The tokens of decode steps, see ``Runner.decode``. For models of native calls alone, without states."""
         arrays = decode_inputs(batch, self.block_size, self.layout.groups, self.num_blocks)
-        assert isinstance(self._step, SavedStep)
+        assert isinstance(self._step, NativeStep)
         return self._step.decode(arrays, choice, outlet)
 
     def run(self, arrays: Mapping[str, np.ndarray]) -> Any:

@@ -97,6 +97,24 @@ async def test_an_answer_of_a_dead_engine_goes_on_with_another_replica() -> None
 
 
 @on_loop
+async def test_a_decision_is_explained_once_the_request_was_sent(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (replica,) = engines(1)
+    sent, generate = list[int](), replica.generate
+
+    def counted(request: EngineRequest) -> AsyncIterator[TokenOutput]:
+        sent.append(len(caplog.messages))
+        return generate(request)
+
+    async with fleet(replica) as engine:
+        monkeypatch.setattr(replica, "generate", counted)
+        with caplog.at_level("INFO", "optkit.fleet.router"):
+            assert await tokens_of(engine.generate(ask()))
+    assert sent == [0] and len(caplog.messages) == 1 and "predicted" in caplog.text
+
+
+@on_loop
 async def test_a_request_waits_for_a_replica_that_is_on_its_way() -> None:
     (late,) = engines(1)
     late.is_healthy = False

@@ -23,6 +23,7 @@ from optkit.fleet.kv_wire import (
     Pull,
     TransferError,
     WantedBlock,
+    checksum,
     from_client,
     from_server,
     join,
@@ -114,6 +115,16 @@ def test_a_block_arrives_as_sent() -> None:
         assert (number, there.before, there.tokens, there.groups) == (7, "salt", tuple(range(32)), (0, 2))
         assert there.data.tobytes() == block().data.tobytes()
         assert ours.receive_block(memoryview(bytearray(600))) == End("no more")
+
+
+def test_the_checksum_is_xxh3() -> None:
+    """The published value of no bytes, and the frame before the data."""
+    assert checksum(b"", memoryview(b"")) == 0x2D06800538D394C2
+    assert (
+        checksum(b"fra", memoryview(b"me"))
+        == checksum(b"frame", memoryview(b""))
+        != checksum(b"", memoryview(b""))
+    )
 
 
 def test_a_block_larger_than_a_block_takes_no_memory() -> None:

@@ -87,7 +87,7 @@ def test_a_short_turn_of_a_chat_stays_where_its_prefix_is() -> None:
 def test_blocks_that_are_not_reported_yet_are_not_fetched() -> None:
     """A prompt with the same prefix was just sent to a, which has computed 10 of 30 blocks."""
     length = 30 * SIZE + 40
-    a, b = candidate("a", length, hits=30, queue=0.5, reported=10), candidate("b", length)
+    a, b = candidate("a", length, hits=30, queue=0.5, reported=10), candidate("b", length, queue=0.4)
     ways = [way for way in options(length, [a, b], placement(**FAST)) if way.candidate is b]
     fetched = [way.fetch for way in ways if kind(way) == "fetch"]
     assert [len(fetch.digests) for fetch in fetched if fetch] == [10]
@@ -103,6 +103,14 @@ def test_a_long_prompt_beside_streams_is_computed_elsewhere_where_a_promise_woul
     assert ways[0].fetch is not None and len(ways[0].fetch.digests) == 1899 // SIZE
     assert ways[0].fetch.digests == prompt(1900).digests(SIZE)[: 1899 // SIZE]
     assert [name for name, _ in ways[0].charges] == ["a", "b"] and ways[0].late == 0.0
+
+
+def test_ways_that_cost_more_than_the_replica_alone_are_left_out() -> None:
+    """A peer's blocks over a slow network, and a prompt computed behind a long queue."""
+    length = 30 * SIZE + 40
+    a, b = candidate("a", length, hits=30, queue=3.0), candidate("b", length)
+    assert placement(a=1e6, b=1e6)(prompt(length), [a, b]) == []
+    assert [kind(way) for way in placement(**FAST)(prompt(length), [a, b])] == ["fetch"]
 
 
 def test_without_a_promise_the_faster_way_wins() -> None:

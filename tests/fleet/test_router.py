@@ -20,6 +20,7 @@ from optkit.fleet.router import (
     STEPS,
     NoReplica,
     Router,
+    log_decision,
 )
 from optkit.fleet.score import Candidate, Option
 from optkit.runtime.kv.digests import DigestChain
@@ -199,6 +200,8 @@ def test_a_decision_is_one_line_and_one_header(caplog: pytest.LogCaptureFixture)
     made.update(report("b", queue_seconds=0.25), Mark())
     with caplog.at_level(logging.INFO, "optkit.fleet.router"):
         decision = made.choose(prompt(made, IDS))
+        assert not caplog.messages
+        log_decision(decision)
     (line,) = caplog.messages
     assert line == (
         "r to a: predicted 0.004 s (queue 0.000, prefill 0.004), 36 of 40 tokens cached, next b 0.290 s"
@@ -249,7 +252,7 @@ def test_a_prompt_computed_elsewhere_is_expected_there_until_the_answer_begins()
     def hits() -> dict[str, int]:
         now, asked = clock(), prompt(made, IDS)
         return {
-            name: made.index.held(name, asked.blocks(SIZE, made.index.knows), now)
+            name: made.index.hits(name, asked.blocks(SIZE, made.index.knows), now)[0]
             for name in ("source", "free")
         }
 
@@ -325,7 +328,7 @@ def test_the_choice_is_always_able_and_near_the_least(
         blocks = asked.blocks(SIZE, made.index.knows)
         predicted = {
             name: made._known[name].backlog.seconds(clock.now)
-            + 0.001 * (length - SIZE * made.index.held(name, blocks, clock.now))
+            + 0.001 * (length - SIZE * made.index.hits(name, blocks, clock.now)[0])
             for name in able
         }
         decision = made.choose(asked, version=version)

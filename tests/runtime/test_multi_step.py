@@ -16,7 +16,7 @@ from optkit.graph.ir import Graph
 from optkit.graph.kv_layout import kv_layout
 from optkit.kernels.cpu import native
 from optkit.kernels.cpu.decode_steps import Outlet
-from optkit.lowering.saved_model import SavedModel
+from optkit.lowering.native_model import NativeModel
 from optkit.runtime.engine import Engine
 from optkit.runtime.multi_step import ANY_TOKEN, MAX_STEPS
 from optkit.runtime.process import ipc
@@ -55,7 +55,7 @@ GRAPHS: dict[str, Callable[[], Graph]] = {"llama": tiny_runtime.int8_graph, "win
 
 
 @functools.cache
-def model_of(kind: str) -> SavedModel:
+def model_of(kind: str) -> NativeModel:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OPTKIT_CACHE", f"{os.environ['OPTKIT_CACHE']}/{kind}")
         return saved(GRAPHS[kind]())[1].model

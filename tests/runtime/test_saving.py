@@ -16,7 +16,6 @@ import optkit
 from optkit.artifact.manifest import MANIFEST
 from optkit.kernels.cpu import native
 from optkit.lowering import saved_file
-from optkit.lowering.saved_model import SavedModel
 from optkit.runtime.factory import open_engine
 from optkit.runtime.saving import has_saved
 from optkit.runtime.types import SamplingParams
@@ -65,7 +64,7 @@ def artifact(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 def is_saved(directory: Path, **options: object) -> bool:
     """True where an engine of ``directory`` starts from saved weights."""
-    return isinstance(open_engine(str(directory), threads=1, **options).runner.model, SavedModel)
+    return open_engine(str(directory), threads=1, **options).from_saved_weights
 
 
 def saved_files() -> list[Path]:
@@ -79,9 +78,10 @@ def test_optimize_saves_the_model(made: Path, cache: Path, monkeypatch: pytest.M
 
 def test_the_second_start_has_the_answers_of_the_first(artifact: Path) -> None:
     first = open_engine(str(artifact), threads=1)
-    assert not isinstance(first.runner.model, SavedModel) and len(saved_files()) == 1
+    assert not first.from_saved_weights and len(saved_files()) == 1
     second = open_engine(str(artifact), threads=1)
-    assert isinstance(second.runner.model, SavedModel) and len(saved_files()) == 1
+    assert second.from_saved_weights and len(saved_files()) == 1
+    assert first.runner.is_multi_step and second.runner.is_multi_step
     assert first.generate(PROMPTS, GREEDY) == second.generate(PROMPTS, GREEDY)
     assert (first.embed(PROMPTS, "mean") == second.embed(PROMPTS, "mean")).all()
     assert msgspec.structs.replace(first.info(), from_saved_weights=True) == second.info()
@@ -125,7 +125,7 @@ def test_the_graph_that_takes_trees_is_saved_beside_the_other(artifact: Path) ->
 def test_a_scored_prompt_imports_what_it_needs(artifact: Path) -> None:
     is_saved(artifact)
     engine = open_engine(str(artifact), threads=1, specprefill_threshold=16)
-    assert isinstance(engine.runner.model, SavedModel)
+    assert engine.from_saved_weights
     assert engine.specprefill.scorer().layers
 
 

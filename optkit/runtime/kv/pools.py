@@ -9,7 +9,11 @@ serving.
 
 from __future__ import annotations
 
+import itertools
+import mmap
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
@@ -97,8 +101,9 @@ class HostPools:
     ) -> None:
         self.block_size = block_size
         sizes = (num_blocks, block_size, num_slots)
-        self.buffers, self.kv, self.states = allocated(layout, states, *sizes, host_zeros)
-        self._block_rows = [buffer for slot in self.buffers for buffer in slot]  # of blocks
+        rows = Rows(layout)
+        self.buffers, self.kv, self.states = allocated(layout, states, *sizes, rows.zeros)
+        self._blocks = rows.joined()
         self._tokens = [part for spec in kv_of(states) for part in token_views(spec, self.kv)]
 
     def bind(self, model: Any) -> Step:
@@ -132,19 +137,52 @@ class HostPools:
 
     def copy_block(self, copy: BlockCopy) -> None:
         """Copy the KV of a block in all layers."""
-        for rows in self._block_rows:
-            rows[copy.to] = rows[copy.source]
+        for buffers in self._blocks:
+            buffers[:, copy.to] = buffers[:, copy.source]
 
     def read_block(self, block: int) -> np.ndarray:
         """The KV of ``block`` in the layers of its group, as bytes [n] uint8."""
-        return np.concatenate([rows[block] for rows in self._block_rows])
+        parts = [buffers[:, block].flatten() for buffers in self._blocks]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def write_block(self, block: int, data: np.ndarray) -> None:
         """Write the bytes of ``read_block`` into any block."""
         start = 0
-        for each in self._block_rows:
-            each[block] = data[start : start + each.shape[1]]
-            start += each.shape[1]
+        for buffers in self._blocks:
+            count, _, size = buffers.shape
+            end = start + count * size
+            buffers[:, block] = data[start:end].reshape(count, size)
+            start = end
+
+
+class Rows:
+    """Makes the buffers of ``layout``, equal ones in a row in one memory, so that a block is copied in one go."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        sizes = [size for slot in layout.slots for size in slot]
+        self._runs = [len(list(run)) for _, run in itertools.groupby(sizes)]  # of equal buffers
+        self._left = deque[np.ndarray]()  # buffers of the last run, not yet asked for
+        self._made: list[np.ndarray] = []
+
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        """The next buffer of the layout, and after the last any zeros."""
+        if not self._left and len(self._made) == len(self._runs):
+            return host_zeros(shape, dtype)
+        if not self._left:
+            count = self._runs[len(self._made)]
+            self._made.append(aligned_zeros(count, shape))
+            self._left.extend(self._made[-1])
+        return self._left.popleft()
+
+    def joined(self) -> list[np.ndarray]:
+        """The buffers in order, those of each run as one array [buffers, blocks, bytes]."""
+        return self._made
+
+
+def aligned_zeros(count: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Bytes [count, *shape] of zeros, each of ``count`` on pages of its own."""
+    size = -(-prod(shape) // mmap.PAGESIZE) * mmap.PAGESIZE
+    return host_zeros((count, size), "uint8")[:, : prod(shape)].reshape(count, *shape)
 
 
 def token_views(spec: KVSpec, pools: Mapping[str, np.ndarray]) -> list[tuple[np.ndarray, bool]]:

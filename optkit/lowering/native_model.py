@@ -1,8 +1,9 @@
-"""Models of native calls alone, read from a file: packed weights and lists of calls, run without torch.
+"""Models of native calls alone: packed weights and lists of calls, run without torch.
 
-A lowered graph whose every step is one program needs torch for nothing: the calls read arrays at addresses. So the
-engine of such a model starts from a file of its calls and packed weights (``optkit.lowering.saved_file``,
-``optkit.lowering.save``), and neither imports torch nor packs weights again: two seconds and 240 MiB less.
+A lowered graph whose every step is one program needs torch for nothing: the calls read arrays at addresses. The
+calls come from the lowered graph (``optkit.lowering.to_native``), and at later starts from a file of calls and packed
+weights (``optkit.lowering.saved_file``). A start from the file neither imports torch nor packs weights again: two
+seconds and 240 MiB less.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Add = Callable[[tuple[int, int, int]], None]
 
 
 @dataclass(frozen=True)
-class SavedVariant:
+class NativeVariant:
     """The calls of steps of up to ``limit`` tokens; None is any number.
 
     Attributes:
@@ -78,14 +79,14 @@ class SavedVariant:
         self.calls.inputs[:] = [*addresses, logits.ctypes.data]
         return decode(self.calls, sizes, logits, batch, tables, choice, outlet)
 
-    def timed(self, calls: CallList, number: int, add: Add, ran: Callable[[int, int], None]) -> SavedVariant:
+    def timed(self, calls: CallList, number: int, add: Add, ran: Callable[[int, int], None]) -> NativeVariant:
         """A copy that runs ``calls`` and records each step: as op ``number`` by ``add``, and as a run by ``ran``."""
         return TimedVariant(self.limit, self.inputs, calls, self.width, number, add, ran)
 
 
 @dataclass(frozen=True)
-class TimedVariant(SavedVariant):
-    """See ``SavedVariant.timed``."""
+class TimedVariant(NativeVariant):
+    """See ``NativeVariant.timed``."""
 
     number: int
     add: Add
@@ -100,12 +101,12 @@ class TimedVariant(SavedVariant):
         return result
 
 
-class SavedModel(ByTokens[SavedVariant]):
+class NativeModel(ByTokens[NativeVariant]):
     """A model of native calls (``optkit.runtime.runner.ServableModel``).
 
     Args:
         variants: by number of tokens, the last for any number.
-        memory: has the weights, at addresses in the calls.
+        memory: keeps the weights alive, whose addresses are in the calls.
         weight_bytes: bytes of the weights.
         keeps_all: the reason why sequences keep all their tokens, or empty.
     """
@@ -114,11 +115,11 @@ class SavedModel(ByTokens[SavedVariant]):
 
     def __init__(
         self,
-        variants: Sequence[SavedVariant],
+        variants: Sequence[NativeVariant],
         states: Sequence[StateSpec],
         vocab_size: int,
         max_model_len: int,
-        memory: np.ndarray,
+        memory: object,
         weight_bytes: int,
         keeps_all: str = "",
     ) -> None:
@@ -130,20 +131,20 @@ class SavedModel(ByTokens[SavedVariant]):
         self.dtypes = BATCH_DTYPES | {name: BATCH_DTYPES[base] for name, base in self.further_inputs.items()}
         self._memory = memory
 
-    def step_on(self, pools: Mapping[str, np.ndarray]) -> SavedStep:
+    def step_on(self, pools: Mapping[str, np.ndarray]) -> NativeStep:
         """The step of the model on ``pools``.
 
         Raises:
             ValueError: a pool has another shape or type than the model's layers write.
         """
         check_pools(self.states, pools)
-        return SavedStep(self, pools)
+        return NativeStep(self, pools)
 
 
-class SavedStep:
+class NativeStep:
     """The step of ``model`` on ``pools``, which were checked."""
 
-    def __init__(self, model: SavedModel, pools: Mapping[str, np.ndarray]) -> None:
+    def __init__(self, model: NativeModel, pools: Mapping[str, np.ndarray]) -> None:
         self._model = model
         self._pools = {name: pool.ctypes.data for name, pool in pools.items()}
         specs = model.kv_specs
@@ -166,7 +167,7 @@ class SavedStep:
 
     def _prepared(
         self, arrays: Mapping[str, np.ndarray]
-    ) -> tuple[SavedVariant, Mapping[str, np.ndarray], list[int], tuple[int, ...]]:
+    ) -> tuple[NativeVariant, Mapping[str, np.ndarray], list[int], tuple[int, ...]]:
         """The variant for a step, all its arrays, the addresses of its inputs, and the sizes of the batch."""
         arrays = with_tables(arrays, self._model.further_inputs)
         tokens, rows = len(arrays["input_ids"]), len(arrays["logits_index"])
