@@ -153,7 +153,7 @@ class Loaded:
         hidden: the saved model without the output head.
         takes_trees: the model takes trees of guesses.
         is_saved: read from the file of an earlier start.
-        to_save: ``model`` as it was lowered, for the starts to come; None where it is saved, or may not be.
+        to_save: the lowered form of ``model``, for later starts; None where nothing is saved.
     """
 
     model: Model
@@ -167,7 +167,7 @@ class Loaded:
 def load_model(artifact: Artifact, options: EngineOptions) -> Loaded:
     """The model of ``artifact``: the saved one of an earlier start, which needs no torch, or lowered now.
 
-    A lowered model whose steps are native calls alone runs as the saved one will.
+    A lowered model of native calls alone runs like a saved model.
     """
     plain = may_be_saved(artifact, options)
     if plain and (saved := read_saved(artifact, form_of(options))):

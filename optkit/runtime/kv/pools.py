@@ -156,7 +156,7 @@ class HostPools:
 
 
 class Rows:
-    """Makes the buffers of ``layout``, equal ones in a row in one memory, so that a block is copied in one go."""
+    """Makes the buffers of ``layout``. A run of equal buffers shares an array, so copies of a block are few."""
 
     def __init__(self, layout: KVLayout) -> None:
         sizes = [size for slot in layout.slots for size in slot]
@@ -175,18 +175,18 @@ class Rows:
         return self._left.popleft()
 
     def joined(self) -> list[np.ndarray]:
-        """The buffers in order, those of each run as one array [buffers, blocks, bytes]."""
+        """The array [buffers, blocks, bytes] of each run, in the order of the layout."""
         return self._made
 
 
 def aligned_zeros(count: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Bytes [count, *shape] of zeros, each of ``count`` on pages of its own."""
+    """Zeros [count, *shape] uint8; each of the ``count`` arrays begins with a page."""
     size = -(-prod(shape) // mmap.PAGESIZE) * mmap.PAGESIZE
     return host_zeros((count, size), "uint8")[:, : prod(shape)].reshape(count, *shape)
 
 
 def token_views(spec: KVSpec, pools: Mapping[str, np.ndarray]) -> list[tuple[np.ndarray, bool]]:
-    """Views of a layer's pools on the host in which the bytes of a token have one index of its block and itself.
+    """Views of a layer's pools on the host, in which block and token index the bytes of a token.
 
     Arrays are [blocks, block_size, ...], or, marked by True, [blocks, block_size / 4, 4, ...].
     """
