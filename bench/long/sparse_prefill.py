@@ -32,8 +32,9 @@ from optkit.passes.base import PassContext
 from optkit.passes.sparse_prefill import SparsePrefill, SparsePrefillConfig
 from optkit.recipe.engine_options import engine_options
 from optkit.runtime.engine import Engine
-from optkit.runtime.factory import make_engine, scheduler_config
+from optkit.runtime.factory import make_engine
 from optkit.runtime.scheduling.cost_model import CostModel
+from optkit.runtime.sizing import scheduler_config
 from optkit.runtime.types import SamplingParams
 
 RATIOS = {512: 1.02, 1024: 1.02, 4096: 0.75, 8192: 0.6}  # most of dense, by length

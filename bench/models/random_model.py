@@ -23,8 +23,9 @@ from optkit.passes import load
 from optkit.passes.base import PassContext
 from optkit.recipe.engine_options import EngineOptions
 from optkit.runtime.engine import Engine
-from optkit.runtime.factory import make_engine, scheduler_config
+from optkit.runtime.factory import make_engine
 from optkit.runtime.scheduling.cost_model import CostModel
+from optkit.runtime.sizing import scheduler_config
 from optkit.runtime.types import EngineRequest, SamplingParams
 
 ALONE = "alone"  # the id of a request without others

@@ -1,6 +1,6 @@
 """The memory of a model in service: weights, the largest step, the KV cache, and the requests that fit at once.
 
-The scheduler's own formulas count blocks (``optkit.runtime.factory``, ``SchedulerConfig``), so windows, recurrent
+The scheduler's own formulas count blocks (``optkit.runtime.sizing``, ``SchedulerConfig``), so windows, recurrent
 states and block sizes are those of the server.
 """
 
@@ -24,8 +24,8 @@ from optkit.lowering.lower import Executable
 from optkit.machine.target import Target
 from optkit.recipe.engine_options import EngineOptions, engine_options
 from optkit.recipe.schema import Recipe
-from optkit.runtime.factory import scheduler_config
 from optkit.runtime.scheduling.config import SchedulerConfig
+from optkit.runtime.sizing import scheduler_config
 
 SERVER_BYTES = 1e9  # of a server beside weights and KV, on a CPU (docs/sizes.md)
 FREE_SHARE = 0.9  # of the memory of a machine that a server may take, on a CPU

@@ -9,8 +9,8 @@ from optkit.graph.kv_layout import kv_layout
 from optkit.graph.states import sequence_bytes, token_bytes
 from optkit.recipe.engine_options import engine_options
 from optkit.recipe.schema import Recipe
-from optkit.runtime.factory import HasStates, num_blocks, num_states
 from optkit.runtime.kv.pools import memory_plan
+from optkit.runtime.sizing import HasStates, num_blocks, num_states
 
 
 def state_memory(meta: HasStates, recipe: Recipe) -> dict[str, Any]:

@@ -233,10 +233,10 @@ class Machine:
         return [*runs, measured(WorkloadConfig(count, length, output, None, rate, 900_000 + len(PROBES)))]
 
     def scheduler_config(self, setting: Setting) -> SchedulerConfig:
-        from optkit.runtime import factory
+        from optkit.runtime.sizing import scheduler_config
 
         options = engine_options(self.recipes[setting.recipe], dict(setting.options))
-        return factory.scheduler_config(self._model(setting.recipe), options, "cpu")
+        return scheduler_config(self._model(setting.recipe), options, "cpu")
 
     def _model(self, name: str) -> Any:
         """The facts of a lowered model for the scheduler's limits."""

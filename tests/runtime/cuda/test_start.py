@@ -32,8 +32,9 @@ def test_a_full_device_is_refused() -> None:
 def test_a_loaded_engine_takes_what_the_gpu_has_left_unless_told() -> None:
     from optkit.recipe.engine_options import engine_options
     from optkit.recipe.load import load_recipe
-    from optkit.runtime.factory import make_engine, scheduler_config, with_kv_bytes
+    from optkit.runtime.factory import make_engine
     from optkit.runtime.scheduling.cost_model import CostModel
+    from optkit.runtime.sizing import scheduler_config, with_kv_bytes
 
     recipe = load_recipe("ttft-h100", ["runtime.max_num_batched_tokens=64", "runtime.max_num_seqs=4"])
     gpu = HostDevice(memory=(700 << 20, 1 << 30))
