@@ -105,7 +105,8 @@ class NativeModel(ByTokens[NativeVariant]):
     """A model of native calls (``optkit.runtime.runner.ServableModel``).
 
     Args:
-        variants: by number of tokens, the last for any number.
+        variants: by number of tokens, the last for any number. Steps run in turn, so all share the first's working
+            memory.
         memory: keeps the weights alive, whose addresses are in the calls.
         weight_bytes: bytes of the weights.
         keeps_all: the reason why sequences keep all their tokens, or empty.
@@ -130,6 +131,8 @@ class NativeModel(ByTokens[NativeVariant]):
         self.further_inputs = kv_layout(states).further_inputs
         self.dtypes = BATCH_DTYPES | {name: BATCH_DTYPES[base] for name, base in self.further_inputs.items()}
         self._memory = memory
+        for other in self.variants[1:]:
+            other.calls.arena = self.variants[0].calls.arena
 
     def step_on(self, pools: Mapping[str, np.ndarray]) -> NativeStep:
         """The step of the model on ``pools``.

@@ -250,8 +250,6 @@ def variants_of(lists: Sequence[Calls], body: np.ndarray) -> list[NativeVariant]
         made.append(
             NativeVariant(each.limit, each.inputs, CallList(each.plan, calls, table.tobytes()), each.width)
         )
-    for other in made[1:]:
-        other.calls.arena = made[0].calls.arena
     return made
 
 

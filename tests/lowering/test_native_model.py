@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -84,12 +85,31 @@ def test_tokens_and_logprobs_are_those_of_the_lowered_model(kind: str) -> None:
         assert tuple(made.states) == tuple(model.states) and made.keeps_all == model.keeps_all
 
 
-def test_weights_live_as_long_as_the_model() -> None:
-    expected = tiny_runtime.engine().generate([[5, 6, 7]], SAMPLED)
-    made = to_native(GraphArtifact(tiny_runtime.int8_graph()).executable())
+@pytest.mark.parametrize("kind", ["llama", "variants"])
+def test_weights_live_as_long_as_the_model(kind: str) -> None:
+    """Packed weights: the tests' cache of graphs keeps the others."""
+    lowered = GraphArtifact(GRAPHS[kind]()).executable()
+    constants = [t for each in lowered.variants for program in each.programs for t in program.constants]
+    packed = [weakref.ref(tensor) for tensor in constants if tensor.dtype is torch.uint8]
+    made = to_native(lowered)
+    assert made is not None and packed
+    del lowered, constants
     gc.collect()
-    torch.full((1 << 22,), 3.0)  # takes the place of freed memory
-    assert engine(made).generate([[5, 6, 7]], SAMPLED) == expected
+    assert all(weight() is not None for weight in packed)
+    del made
+    gc.collect()
+    assert all(weight() is None for weight in packed)
+
+
+def test_variants_share_their_working_memory() -> None:
+    """Steps run in turn. A model without the head, for embeddings, runs between the steps and has its own."""
+    model, found = saved(GRAPHS["variants"]())
+    arenas = []
+    for each in (to_native(model), found.model, found.hidden):
+        assert each is not None and len(each.variants) == 2
+        (arena,) = {variant.calls.arena for variant in each.variants}
+        arenas.append(arena)
+    assert len(set(arenas)) == 3
 
 
 def test_logits_have_the_same_bits() -> None:
