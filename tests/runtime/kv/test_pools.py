@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import mmap
+from collections.abc import Sequence
+
+import numpy as np
 import pytest
 import torch
 
-from optkit.graph.kv_layout import one_group
-from optkit.graph.states import KVSpec, RecurrentSpec
+from optkit.errors import UserError
+from optkit.graph.kv_layout import kv_layout, one_group
+from optkit.graph.states import KVSpec, RecurrentSpec, StateSpec
 from optkit.kernels import reference
 from optkit.runtime.draft_tree import Move
-from optkit.runtime.kv.pools import HostPools, allocate, dtype_label, memory_plan
+from optkit.runtime.kv.pools import HostPools, Rows, allocate, dtype_label, memory_plan
+from optkit.runtime.types import BlockCopy
 
 SPECS = [
     KVSpec(0, 2, 8, 16),
@@ -18,6 +24,115 @@ SPECS = [
     KVSpec(0, 2, 6, 16, "int8"),
     KVSpec(0, 1, 24, 16, "int8", latent=True),
 ]
+
+# Each with the number of buffers in every run of equal buffers.
+LAYOUTS: dict[str, tuple[list[StateSpec], list[int]]] = {
+    "equal": ([KVSpec(layer, 2, 8, 8) for layer in range(3)], [6]),
+    "unlike widths of K and V": ([KVSpec(layer, 2, 8, 4) for layer in range(2)], [1, 1, 1, 1]),
+    "int8 and float32": (
+        [KVSpec(layer, 1, 8, 8, "int8" if layer % 3 else "float32") for layer in range(4)],
+        [2, 4, 2],
+    ),
+    "latent": ([KVSpec(layer, 1, 24, 16, "int8", latent=True) for layer in range(2)], [2]),
+    "windows": ([KVSpec(layer, 1, 4, 4, window=0 if layer % 3 == 2 else 8) for layer in range(6)], [4]),
+    "windows, two layers in a row": (
+        [KVSpec(0, 1, 8, 4), KVSpec(1, 1, 12, 4, "int8", window=8), KVSpec(2, 1, 12, 4, "int8", window=8)],
+        [1, 1],
+    ),
+    "windows of unlike bytes": ([KVSpec(0, 1, 8, 8), KVSpec(1, 1, 8, 8, "int8", window=8)], [2, 2]),
+    "recurrent": ([KVSpec(0, 2, 8, 8), RecurrentSpec(1, "conv_state", (6, 3), "float32")], [2]),
+}
+BLOCKS, SIZE = 5, 16
+
+
+def filled(states: Sequence[StateSpec]) -> tuple[HostPools, list[np.ndarray]]:
+    """Pools of random bytes, and a copy of all buffers in order."""
+    pools = HostPools(kv_layout(states), states, BLOCKS, SIZE, 3)
+    draw = np.random.default_rng(0)
+    for buffer in buffers_of(pools):
+        buffer[:] = draw.integers(0, 256, buffer.shape, np.uint8)
+    return pools, [buffer.copy() for buffer in buffers_of(pools)]
+
+
+def buffers_of(pools: HostPools) -> list[np.ndarray]:
+    """All buffers in order."""
+    return [buffer for slot in pools.buffers for buffer in slot]
+
+
+@pytest.fixture(params=LAYOUTS)
+def states(request: pytest.FixtureRequest) -> list[StateSpec]:
+    """The states of a layout."""
+    return LAYOUTS[request.param][0]
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_equal_buffers_in_a_row_share_an_array(kind: str) -> None:
+    states, runs = LAYOUTS[kind]
+    rows = Rows(layout := kv_layout(states))
+    found = [buffer for slot in layout.buffers(2, SIZE, rows.zeros) for buffer in slot]
+    assert [len(array) for array in rows.joined()] == runs
+    parts = [part for array in rows.joined() for part in array]
+    assert [part.ctypes.data for part in parts] == [buffer.ctypes.data for buffer in found]
+    assert [part.shape for part in parts] == [buffer.shape for buffer in found]
+
+
+def test_each_buffer_begins_with_a_page_of_zeros(states: list[StateSpec]) -> None:
+    pools = HostPools(kv_layout(states), states, BLOCKS, SIZE, 3)
+    for buffer in buffers_of(pools):
+        assert buffer.ctypes.data % mmap.PAGESIZE == 0
+        assert buffer.flags.c_contiguous and not buffer.any()
+    assert not any(state.any() for state in pools.states.values())
+
+
+def test_a_block_is_read_from_all_buffers_in_order(states: list[StateSpec]) -> None:
+    pools, before = filled(states)
+    layout = kv_layout(states)
+    for block in range(BLOCKS + layout.num_null):
+        found = pools.read_block(block)
+        assert found.dtype == np.uint8 and found.nbytes == layout.block_bytes(SIZE)
+        assert np.array_equal(found, np.concatenate([rows[block] for rows in before]))
+    pools.read_block(1)[:] = 0  # a copy
+    assert all(map(np.array_equal, buffers_of(pools), before))
+
+
+def test_a_written_block_changes_no_other(states: list[StateSpec]) -> None:
+    pools, expected = filled(states)
+    data = np.random.default_rng(1).integers(0, 256, sum(rows.shape[1] for rows in expected), np.uint8)
+    pools.write_block(3, data)
+    start = 0
+    for rows in expected:
+        rows[3] = data[start : start + rows.shape[1]]
+        start += rows.shape[1]
+    assert all(map(np.array_equal, buffers_of(pools), expected))
+    assert not any(state.any() for state in pools.states.values())
+
+
+def test_a_copied_block_changes_its_target_alone(states: list[StateSpec]) -> None:
+    pools, expected = filled(states)
+    pools.copy_block(BlockCopy(source=4, to=1))
+    for rows in expected:
+        rows[1] = rows[4]
+    assert all(map(np.array_equal, buffers_of(pools), expected))
+
+
+def test_the_pools_of_layers_are_views_of_the_buffers(states: list[StateSpec]) -> None:
+    """Every byte of a layer's pool lies in a block."""
+    pools, _ = filled(states)
+    for block in range(BLOCKS + kv_layout(states).num_null):
+        pools.write_block(block, np.zeros_like(pools.read_block(block)))
+    assert pools.kv and not any(pool.view(np.uint8).any() for pool in pools.kv.values())
+
+
+def test_pools_may_have_no_blocks(states: list[StateSpec]) -> None:
+    layout = kv_layout(states)
+    pools = HostPools(layout, states, 0, SIZE)
+    assert {len(buffer) for buffer in buffers_of(pools)} == {layout.num_null}
+
+
+@pytest.mark.parametrize("num_blocks", [1 << 44, 1 << 62])
+def test_pools_beyond_any_memory_are_refused(states: list[StateSpec], num_blocks: int) -> None:
+    with pytest.raises(UserError, match="bytes of KV cache can't be had"):
+        HostPools(kv_layout(states), states, num_blocks, SIZE)
 
 
 def test_pools_have_the_shapes_of_their_specs() -> None:
