@@ -71,6 +71,8 @@ class _Chosen:
 
     async def generate(self, work: Work) -> AsyncGenerator[TokenOutput, None]:
         is_answered = False
+        # This turn of the loop sends the request.
+        asyncio.get_running_loop().call_soon(log_decision, self._decision)
         try:
             stream = cast(AsyncGenerator[TokenOutput, None], self._member.generate(work))
             async with aclosing(stream) as outputs:
@@ -83,7 +85,11 @@ class _Chosen:
             if is_answered:
                 self._router.ended(self._decision)
             else:
-                self._router.withdrawn(self._decision)
+                self.give_up()
+
+    def give_up(self) -> None:
+        """Withdraw the request: the replica does not compute the prompt."""
+        self._router.withdrawn(self._decision)
 
     async def report(self, since: Mark) -> ReplicaReport:
         return await self._member.report(since)
@@ -145,10 +151,7 @@ class FleetEngine:
             return None
         chosen = _Chosen(self._known[decision.replica_id].member, decision, self.router)
         work = Work(request=wanted.request, digests=decision.digests, fetch=decision.fetch)
-        asyncio.get_running_loop().call_soon(
-            log_decision, decision
-        )  # this turn of the loop sends the request
-        return Placed(chosen, decision.version, work)
+        return Placed(chosen, decision.version, work, chosen.give_up)
 
     def _ready(self) -> list[_Known]:
         return [known for known in self._known.values() if known.is_ready]

@@ -52,12 +52,21 @@ class Wanted(NamedTuple):
     avoid: frozenset[str]
 
 
+def nothing() -> None:
+    """Do nothing."""
+
+
 class Placed(NamedTuple):
-    """A chosen replica, the version of its artifact, and the work to send."""
+    """A chosen replica, the version of its artifact, and the work to send.
+
+    Attributes:
+        give_up: called in place of ``replica.generate`` where the replica is not taken after all.
+    """
 
     replica: Replica
     version: str
     work: Work
+    give_up: Callable[[], None] = nothing
 
 
 Choose = Callable[[Wanted], Awaitable[Placed | None]]  # None: no replica now
@@ -217,9 +226,11 @@ class Failover:
             avoid = self.ledger.resting(self._clock())
             avoid |= self.ledger.probing if is_suspect else frozenset()
             placed = await self._choose(Wanted(stream.rest, stream.version, avoid))
-            if placed is not None and self._may_run(stream, placed, is_suspect):
-                stream.placed = self._clock()
-                return placed
+            if placed is not None:
+                if self._may_run(stream, placed, is_suspect):
+                    stream.placed = self._clock()
+                    return placed
+                placed.give_up()
             left = until - self._clock()
             if left < LEAST_SECONDS:
                 return None

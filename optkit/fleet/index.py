@@ -12,8 +12,8 @@ question repeats the mark. Thus a single question after a gap makes the table ri
 
 Memory: a table is a ``dict`` from key to the time at which the entry ends (infinite for reported blocks). Entries that
 ended count for nothing, and go with the next report. A replica has at most ``budget`` blocks, and expectations beyond
-``budget`` go, the oldest first. So the index is bounded by the
-blocks of the replicas, and a replica without requests costs nothing.
+``budget`` go, the oldest first. So the index is bounded by the blocks of the replicas, and a replica without requests
+costs nothing.
 """
 
 from __future__ import annotations

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from optkit.fleet.engine import FleetEngine
-from optkit.fleet.failover import Failover
+from optkit.fleet.failover import Failover, Placed, Wanted
 from optkit.runtime.prefill import PinInfo
 from optkit.runtime.process.client import ENGINE_DIED, ENGINE_GONE
 from optkit.runtime.process.ipc import PinList
 from optkit.runtime.types import EngineRequest, EngineStats, FinishReason, TokenOutput
+from optkit.serve.quarantine import fingerprint
 from tests.support.fleet import ChangingMembers, ask, fleet, fleet_of, local, on_loop, soon, tokens_of, within
 from tests.support.serve_fakes import FakeEngine, SteppedEngine
 from tests.support.tiny_tokenizer import TEXT
@@ -112,6 +113,33 @@ async def test_a_decision_is_explained_once_the_request_was_sent(
         with caplog.at_level("INFO", "optkit.fleet.router"):
             assert await tokens_of(engine.generate(ask()))
     assert sent == [0] and len(caplog.messages) == 1 and "predicted" in caplog.text
+
+
+@on_loop
+async def test_a_replica_that_is_not_taken_has_no_work_of_the_request(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Another suspect comes first while a replica is chosen."""
+    (replica,) = engines(1)
+    async with fleet(replica) as engine:
+        request = ask(prompt=list(range(40)))
+
+        async def choose(wanted: Wanted) -> Placed | None:
+            placed = await engine._place(wanted)
+            engine.failover.ledger.source_died("0", "other", fingerprint(ask("other", [9])), time.monotonic())
+            return placed
+
+        engine.failover = Failover(choose, patience_seconds=0.0)
+        engine.failover.ledger.source_died("gone", "a", fingerprint(request), time.monotonic())
+        before = engine.router.choose(engine.router.prompt(request))
+        engine.router.withdrawn(before)
+        with caplog.at_level("INFO", "optkit.fleet.router"):
+            (output,) = [output async for output in engine.generate(request)]
+        after = engine.router.choose(engine.router.prompt(request))
+        num_open = engine.router._known["0"].num_open
+    assert output.error == ENGINE_GONE and not replica.requests and not caplog.messages
+    assert (before.queue, after.queue) == (0.0, 0.0)
+    assert num_open == 1, "the last choice alone"
 
 
 @on_loop

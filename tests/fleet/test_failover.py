@@ -184,6 +184,29 @@ def scripted(request: EngineRequest, *replicas: Scripted) -> list[TokenOutput]:
     return run(go())
 
 
+def test_generate_gives_up_a_replica_of_another_version() -> None:
+    def token(value: int) -> TokenOutput:
+        return TokenOutput(request_id="a", token_ids=(value,))
+
+    end = TokenOutput(request_id="a", token_ids=(7,), finish_reason=FinishReason.LENGTH)
+    replicas = {
+        "r1": ("v1", Scripted("r1", token(5), 1)),
+        "r2": ("v2", Scripted("r2", token(6))),
+        "r3": ("v1", Scripted("r3", end)),
+    }
+    left, given_up = list(replicas), list[str]()
+
+    async def choose(wanted: Wanted) -> Placed | None:
+        version, replica = replicas[name := left.pop(0)]
+        work = Work(request=wanted.request)
+        return Placed(replica, version, work, lambda: given_up.append(name))  # type: ignore[arg-type]
+
+    failover = Failover(choose, clock=lambda: asyncio.get_running_loop().time())
+    outputs = run(collect(failover, asked("a", [40])))
+    assert tokens(outputs) == [5, 7] and given_up == ["r2"]
+    assert not replicas["r2"][1].works
+
+
 FIRST = FirstToken(before_queue=0.0, queue=0.0, prefill=0.0, chunk_wait=0.0, num_chunks=1, cached_tokens=7)
 
 
