@@ -171,11 +171,12 @@ class FleetEngine:
                 known.watch = asyncio.create_task(self._watch(known))
 
     async def _lose(self, name: str) -> None:
-        known = self._known.pop(name)
+        known = self._known[name]
         self.failover.source_gone(name)
         if known.watch is not None:
             known.watch.cancel()
             await asyncio.gather(known.watch, return_exceptions=True)
+        del self._known[name]  # together with the router, whose choices are looked up here
         self.router.remove(name)
         self._totals.drop(name)
         await known.member.close()

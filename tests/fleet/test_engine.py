@@ -236,6 +236,20 @@ async def test_a_silent_replica_is_left_out(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @on_loop
+async def test_no_request_is_placed_on_a_replica_that_has_left() -> None:
+    first, second = (local(engine, str(index)) for index, engine in enumerate(engines(2)))
+    members = ChangingMembers(first, second)
+    async with fleet_of(members) as engine:
+        wanted = Wanted(ask(), None, frozenset({"1"}))
+        assert await engine._place(wanted) is not None
+        members.set(second)
+        async with asyncio.timeout(20.0):
+            while "0" in engine._known:
+                await asyncio.sleep(0)
+        assert await engine._place(wanted) is None
+
+
+@on_loop
 async def test_counters_never_fall_when_replicas_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("optkit.fleet.engine.REPORT_SECONDS", 0.01)
     a, b = engines(2)
