@@ -41,6 +41,7 @@ PASSES: dict[str, str] = {
     "sparse_prefill": "optkit.passes.sparse_prefill:SparsePrefill",
     "compile": "optkit.passes.compile:Compile",
     "tensor_parallel": "optkit.passes.tensor_parallel:TensorParallel",
+    "pipeline_parallel": "optkit.passes.pipeline_parallel:PipelineParallel",
     "bake_prefix": "optkit.passes.bake_prefix:BakePrefix",
 }
 

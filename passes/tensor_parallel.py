@@ -16,23 +16,16 @@ cores of one socket a process with as many threads is faster.
 
 from __future__ import annotations
 
-import torch
 from pydantic import Field
 
-from optkit.errors import UserError
 from optkit.graph.ir import Graph
 from optkit.graph.schema import MAX_RANKS
-from optkit.parallel.check import compare
-from optkit.parallel.rank_graph import TENSOR_PARALLEL, describe, rank_graph
-from optkit.parallel.sizes import check_size
+from optkit.parallel.check import prove
+from optkit.parallel.rank_graph import describe
+from optkit.parallel.sizes import TENSOR_PARALLEL, check_size
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
 
 WHERE = "tensor_parallel.size"
-CHECKED_BYTES = (
-    2 << 30
-)  # of weights: a larger model is checked by shapes alone, since the check needs them twice
-CHECKED_TOKENS = 8
-TOLERANCE = 1e-3  # of the largest logit: far above rounding, far below a wrong share
 
 
 class TensorParallelConfig(Config):
@@ -67,18 +60,6 @@ class TensorParallel(Pass):
         Raises:
             UserError: the ranks' logits differ from those of one process.
         """
-        size, stats = self.config.size, {}
-        shapes = graph.clone()
-        for weight in shapes.weights.values():
-            weight.value = weight.on_meta()
-        parts = [rank_graph(shapes, rank, size).num_bytes() for rank in range(size)]
-        stats["share of weights"] = max(parts) / graph.num_bytes()
-        if not graph.is_meta and graph.num_bytes() <= CHECKED_BYTES:
-            ids = torch.arange(CHECKED_TOKENS) % graph.meta.vocab_size
-            found = compare(graph, size, ids)
-            if not found.error <= TOLERANCE * found.largest:
-                what = f"the logits of {size} ranks differ from those of one process by {found.error:.2g}"
-                raise UserError(what, where=WHERE, fix="leave the pass out, and report the model")
-            stats["logit error"] = found.error
-        graph.annotations[TENSOR_PARALLEL] = size
+        stats = prove(graph, self.config.size, WHERE)
+        graph.annotations[TENSOR_PARALLEL] = self.config.size
         return PassResult(len(plan.sites), stats)

@@ -74,8 +74,12 @@ class Head:
 
 @contextmanager
 def head_node(num_cpus: int, **more: str) -> Iterator[Head]:
-    """A head node on loopback, with a token; ``more`` are environment variables of its processes."""
-    token, port, gcs = secrets.token_hex(16), free_port(), free_port()
+    """A head node on loopback, with a token; ``more`` are environment variables of its processes.
+
+    The token is that of this process, if any: Ray reads it once in a process.
+    """
+    token = os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(16)
+    port, gcs = free_port(), free_port()
     fixed = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0"}
     environment = {**os.environ, **fixed, "PYTHONPATH": str(ROOT), **more}
     process = subprocess.Popen(

@@ -41,6 +41,7 @@ from optkit.kernels.reference_collectives import (  # noqa: F401
     all_gather,
     all_gather_quantized,
     all_reduce,
+    broadcast,
     dequantize_sums,
     int8_sums,
     local_ids,

@@ -54,6 +54,23 @@ def all_gather_quantized(
     return all_gather(q, total, unit), all_gather(scale, groups, unit * groups // total)
 
 
+def broadcast(rows: Tensor, x: Tensor | None, after: Tensor | None, width: int, source: int) -> Tensor:
+    """The x [R, width] float32 of the rank ``source``, in every rank.
+
+    Args:
+        rows: [R], any batch input with a number for each row.
+        x: None in the other ranks.
+        after: the result of the exchange before, so that all ranks run the exchanges in the same order.
+    """
+    if rows.device.type == "meta":
+        return torch.empty((len(rows), width), dtype=torch.float32, device="meta")
+    communicator = current()
+    if x is None:
+        x = torch.empty((len(rows), 0), device=rows.device)
+    sizes = [width * (rank == source) for rank in range(communicator.size)]
+    return communicator.all_gather(x, sizes)
+
+
 def absmax_per_token(x: Tensor) -> Tensor:
     """The largest magnitude of each row of x [T, K]: [T, 1] float32."""
     return x.to(torch.float32).abs().amax(dim=-1, keepdim=True)

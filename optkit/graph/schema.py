@@ -87,6 +87,7 @@ class PlanEntry(Schema):
     compile: CompilePlan = Field(default_factory=lambda: CompilePlan(regions=[]))
     config: dict[str, Any] = Field(default_factory=dict)
     tensor_parallel: Annotated[int, Field(ge=1, le=MAX_RANKS)] | None = None
+    pipeline_parallel: Annotated[int, Field(ge=1, le=MAX_RANKS)] | None = None
     two_four: list[Name] = Field(default_factory=list)
     notes: Annotated[list[Annotated[str, Field(max_length=1000)]], Field(max_length=100)] = Field(
         default_factory=list

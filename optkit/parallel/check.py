@@ -1,13 +1,15 @@
-"""The check of a tensor-parallel model: all ranks in a single process against the unshared graph."""
+"""The check of a model in several ranks: all ranks in a single process against the unshared graph."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from optkit.errors import UserError
 from optkit.graph.ir import Graph
 from optkit.lowering.dense import dense_inputs
 from optkit.lowering.lower import Executable, lower
@@ -16,6 +18,17 @@ from optkit.parallel.rank_graph import rank_graph
 
 if TYPE_CHECKING:
     from optkit.machine.target import Target
+
+
+Part = Callable[
+    [Graph, int, int], Graph
+]  # the graph of a rank, of so many: ``rank_graph`` or ``stage_graph``
+
+CHECKED_BYTES = (
+    2 << 30
+)  # of weights: a larger model is checked by shapes alone, since the check needs them twice
+CHECKED_TOKENS = 8
+TOLERANCE = 1e-3  # of the largest logit: far above rounding, far below a wrong share
 
 
 @dataclass(frozen=True)
@@ -33,20 +46,24 @@ class Comparison:
     is_equal: bool
 
 
-def compare(graph: Graph, size: int, ids: Tensor, target: Target | None = None) -> Comparison:
+def compare(
+    graph: Graph, size: int, ids: Tensor, target: Target | None = None, part: Part | None = None
+) -> Comparison:
     """Logits of the prompt ``ids`` [T] by ``size`` ranks, in threads, against ``graph`` itself.
 
-    Without a ``target`` both sides run the reference kernels.
+    Without a ``target`` both sides run the reference kernels; without a ``part`` the ranks share every layer.
     """
     expected = lower(graph, target)(dense_inputs([len(ids)], ids, graph.meta.states))
-    found = rank_logits(graph, size, ids, target)
+    found = rank_logits(graph, size, ids, target, part)
     error = max(float((each - expected).abs().max()) for each in found)
     return Comparison(error, float(expected.abs().max()), all(torch.equal(each, expected) for each in found))
 
 
-def rank_logits(graph: Graph, size: int, ids: Tensor, target: Target | None = None) -> list[Tensor]:
+def rank_logits(
+    graph: Graph, size: int, ids: Tensor, target: Target | None = None, part: Part | None = None
+) -> list[Tensor]:
     """The logits [T, V] of each of ``size`` ranks, which run in threads."""
-    models: list[Executable] = lower_ranks(graph, size, target)
+    models: list[Executable] = lower_ranks(graph, size, target, part)
 
     def run(rank: int) -> Tensor:
         with torch.inference_mode():
@@ -55,6 +72,31 @@ def rank_logits(graph: Graph, size: int, ids: Tensor, target: Target | None = No
     return in_threads(run, size)
 
 
-def lower_ranks(graph: Graph, size: int, target: Target | None = None) -> list[Executable]:
+def lower_ranks(
+    graph: Graph, size: int, target: Target | None = None, part: Part | None = None
+) -> list[Executable]:
     """The executables of ``size`` ranks, for threads."""
-    return in_threads(lambda rank: lower(rank_graph(graph, rank, size), target), size)
+    graph_of = part or rank_graph
+    return in_threads(lambda rank: lower(graph_of(graph, rank, size), target), size)
+
+
+def prove(graph: Graph, size: int, where: str, part: Part | None = None) -> dict[str, float]:
+    """The largest share of the weights in a rank, and the difference of the ranks' logits from those of ``graph``.
+
+    Raises:
+        UserError: the ranks' logits differ from those of one process.
+    """
+    shapes = graph.clone()
+    for weight in shapes.weights.values():
+        weight.value = weight.on_meta()
+    graph_of = part or rank_graph
+    parts = [graph_of(shapes, rank, size).num_bytes() for rank in range(size)]
+    stats = {"share of weights": max(parts) / graph.num_bytes()}
+    if not graph.is_meta and graph.num_bytes() <= CHECKED_BYTES:
+        ids = torch.arange(CHECKED_TOKENS) % graph.meta.vocab_size
+        found = compare(graph, size, ids, part=part)
+        if not found.error <= TOLERANCE * found.largest:
+            what = f"the logits of {size} ranks differ from those of one process by {found.error:.2g}"
+            raise UserError(what, where=where, fix="leave the pass out, and report the model")
+        stats["logit error"] = found.error
+    return stats

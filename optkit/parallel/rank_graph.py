@@ -19,7 +19,7 @@ from optkit.kernels import reference
 from optkit.lowering.compiled.plan import PLAN
 from optkit.parallel.plan import RESHAPES, SPLITS, Action, Planner, RankPlan
 from optkit.parallel.share import Share
-from optkit.parallel.sizes import TENSOR_PARALLEL, check_size
+from optkit.parallel.sizes import PIPELINE_PARALLEL, TENSOR_PARALLEL, check_size
 from optkit.parallel.weights import Part, Parts
 
 aten = torch.ops.aten
@@ -35,7 +35,9 @@ def rank_graph(graph: Graph, rank: int, size: int, where: str = "tensor_parallel
     """
     check_size(graph.meta, size, where)
     part = graph.clone()
-    part.annotations = {k: v for k, v in part.annotations.items() if k not in (PLAN, TENSOR_PARALLEL)}
+    part.annotations = {
+        k: v for k, v in part.annotations.items() if k not in (PLAN, TENSOR_PARALLEL, PIPELINE_PARALLEL)
+    }
     if size > 1:
         Rewriter(part, rank, size).rewrite()
         verify(part, lowered=True)

@@ -11,7 +11,8 @@ from optkit.graph.schema import MAX_RANKS
 if TYPE_CHECKING:
     from optkit.graph.ir import GraphMeta
 
-TENSOR_PARALLEL = "tensor_parallel"  # in a graph's annotations: the number of ranks
+# In a graph's annotations: the number of ranks that share each layer, or that have some of the layers each.
+TENSOR_PARALLEL, PIPELINE_PARALLEL = "tensor_parallel", "pipeline_parallel"
 
 
 def good_sizes(meta: GraphMeta) -> list[int]:
@@ -39,3 +40,20 @@ def check_size(meta: GraphMeta, size: int, where: str) -> None:
         heads = sorted({spec.num_kv_heads for spec in meta.kv_specs})
         many = " and ".join(map(str, heads))
         raise UserError(f"{size} ranks can't share {many} KV heads evenly", where=where, fix=fix)
+
+
+def check_stages(meta: GraphMeta, size: int, where: str) -> None:
+    """Refuse a number of stages that the model can't have; only facts of graph.json are read.
+
+    Raises:
+        UserError: more stages than layers with KV, or a recurrent state.
+    """
+    if size == 1:
+        return
+    if meta.recurrent_specs:
+        raise UserError("a recurrent state is kept by one process", where=where, fix="sizes that work: 1")
+    most = min(len(meta.kv_specs), MAX_RANKS)
+    if size > most:
+        raise UserError(
+            f"{most} layers with attention are no {size} stages", where=where, fix=f"use at most {most}"
+        )

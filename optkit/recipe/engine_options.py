@@ -368,6 +368,20 @@ class EngineOptions(SchedulingOptions, frozen=True, kw_only=True, forbid_unknown
         ]
         | None
     ) = None
+    pipeline_parallel_size: (
+        Annotated[
+            int,
+            about(
+                "Processes that have some of the layers each, with the KV cache of these, and compute one after the "
+                "other. By default what the artifact's pipeline_parallel pass says, else 1.",
+                LOADING,
+                unit="ranks",
+                ge=1,
+                le=64,
+            ),
+        ]
+        | None
+    ) = None
     threads: Annotated[
         int,
         about(

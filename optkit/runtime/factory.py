@@ -22,7 +22,7 @@ from optkit.runtime.baked import adopt_baked
 from optkit.runtime.engine import Engine, RequestFailed
 from optkit.runtime.kv.offload import HostBlockStore
 from optkit.runtime.loaded import Loaded, Model, device_of, embedder, form_of, load_model
-from optkit.runtime.ranks.size import for_each_rank, num_ranks
+from optkit.runtime.ranks.size import for_each_rank, sharing
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.saving import save_model
 from optkit.runtime.scheduling.cost_model import CostModel
@@ -68,11 +68,11 @@ def load_engine(artifact_dir: str, options: EngineOptions) -> Engine:
     check_choices(options)
     artifact = Artifact.open(artifact_dir, verify=False)
     zero = None
-    if (size := num_ranks(artifact, options)) > 1:
+    if (ranks := sharing(artifact, options)).size > 1:
         from optkit.runtime.ranks.start import start
 
-        options = for_each_rank(options, size)
-        zero = start(artifact, options, size)
+        options = for_each_rank(options, ranks)
+        zero = start(artifact, options, ranks)
     loaded = Loaded(zero.model) if zero else load_model(artifact, options)
     model = loaded.model
     gpu = device_of(model)
@@ -83,7 +83,8 @@ def load_engine(artifact_dir: str, options: EngineOptions) -> Engine:
     takes_the_rest = gpu is not None and options.kv_cache_bytes is None
     if gpu is not None:  # after the draft model, whose memory is not free
         options = with_kv_bytes(model, options, gpu, guesses)
-    config, store = scheduler_config(model, options, artifact.recipe.target), None
+    layout = zero.whole if zero is not None else None
+    config, store = scheduler_config(model, options, artifact.recipe.target, layout), None
     if reason := kv_layout(model.states).reason:
         logger.info("layers with a window keep the KV of all tokens: %s", reason)
     if options.kv_offload_dir is not None and not options.kv_offload_bytes:

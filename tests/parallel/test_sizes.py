@@ -6,8 +6,8 @@ import pytest
 
 from optkit.errors import UserError
 from optkit.graph.ir import GraphMeta
-from optkit.graph.states import KVSpec
-from optkit.parallel.sizes import check_size, good_sizes
+from optkit.graph.states import KVSpec, RecurrentSpec
+from optkit.parallel.sizes import check_size, check_stages, good_sizes
 
 
 def meta(*heads: int, latent: bool = False) -> GraphMeta:
@@ -35,3 +35,14 @@ def test_latent_kv_has_one_size() -> None:
     check_size(meta(4, latent=True), 1, "here")
     with pytest.raises(UserError, match="latent KV"):
         check_size(meta(4, latent=True), 2, "here")
+
+
+def test_stages_are_at_most_the_layers_with_kv_and_keep_no_recurrent_state() -> None:
+    for size in (1, 2, 3):
+        check_stages(meta(3, 3, 3), size, "here")
+    with pytest.raises(UserError, match="3 layers with attention are no 4 stages") as caught:
+        check_stages(meta(3, 3, 3), 4, "here")
+    assert (caught.value.where, caught.value.fix) == ("here", "use at most 3")
+    states = (KVSpec(0, 3, 8, 8), KVSpec(1, 3, 8, 8), RecurrentSpec(2, "state", (8,)))
+    with pytest.raises(UserError, match="a recurrent state is kept by one process"):
+        check_stages(GraphMeta("llama", 10, 10, states, "", ""), 2, "here")

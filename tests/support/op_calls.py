@@ -26,6 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # that agree with the operands
     "linear_fp8": {"activations": "tensor"},
     "expert_wna16": {"group_size": 32},
     "all_gather_quantized": {"total": 8, "unit": 4, "groups": 2},
+    "broadcast": {"width": 5, "source": 0},
     "head_linear": {"first": 1, "last": 4, "transposed": 1},
 }
 

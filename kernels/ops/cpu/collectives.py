@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optkit.kernels import reference_collectives
 from optkit.kernels.collectives import REDUCTIONS, current, shares
 from optkit.kernels.cpu import native, weight_memory
 from optkit.kernels.cpu.emit import Emitter, Result
@@ -88,6 +89,11 @@ def all_gather_quantized(
 ) -> tuple[Tensor, Tensor]:
     """See ``reference.all_gather_quantized``; in programs one exchange, and here two."""
     return all_gather(q, total, unit), all_gather(scale, groups, unit * groups // total)
+
+
+def broadcast(rows: Tensor, x: Tensor | None, after: Tensor | None, width: int, source: int) -> Tensor:
+    """See ``reference.broadcast``."""
+    return reference_collectives.broadcast(rows, x, after, width, source)
 
 
 def absmax_per_token(x: Tensor) -> Tensor:
@@ -187,6 +193,23 @@ def emit_all_gather_quantized(
     return q_out, scale_out
 
 
+def emit_broadcast(
+    b: Builder, rows: View, x: View | None, after: View | None, width: int, source: int
+) -> Result:
+    rank = shared_rank()
+    if x is not None and x.shape != (width,):
+        raise NotImplementedError("a row a token, of the whole width")
+    sizes = rank.sizes([width * (number == source) for number in range(rank.size)])
+    out = b.buffer(rows.rows, (width,))
+    given = out if x is None else x  # of which another rank than the source gives nothing
+    b.call(
+        "all_gather",
+        communicator=rank.handle, x=given, x_stride=given.row_stride, sizes=sizes, out=out, rows=Size(rows.rows),
+        width=width,
+    )  # fmt: skip
+    return (out,)
+
+
 def emit_absmax_per_token(b: Builder, x: View) -> Result:
     most = b.buffer(x.rows, (1,))
     b.call(
@@ -230,6 +253,7 @@ KERNELS = (
     Kernel("all_reduce", "native", all_reduce, shares_memory, needs=NATIVE_RANKS),
     Kernel("all_gather", "native", all_gather, shares_memory, needs=NATIVE_RANKS),
     Kernel("all_gather_quantized", "native", all_gather_quantized, shares_memory, needs=NATIVE_RANKS),
+    Kernel("broadcast", "native", broadcast, shares_memory, needs=NATIVE_RANKS),
     Kernel("absmax_per_token", "native", absmax_per_token, native.supports),
     Kernel("quantize_by", "native", quantize_by, native.supports),
     Kernel(
@@ -241,6 +265,7 @@ EMITTERS = (
     Emitter("all_reduce", emit_all_reduce),
     Emitter("all_gather", emit_all_gather),
     Emitter("all_gather_quantized", emit_all_gather_quantized),
+    Emitter("broadcast", emit_broadcast),
     Emitter("absmax_per_token", emit_absmax_per_token),
     Emitter("quantize_by", emit_quantize_by),
     Emitter("int8_sums", emit_int8_sums),

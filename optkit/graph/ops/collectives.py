@@ -14,6 +14,7 @@ from optkit.graph.ops.operands import (
     Kind,
     Role,
     expect,
+    optional,
     value,
     weight,
     whole,
@@ -39,6 +40,11 @@ def all_gather_quantized(
         total % groups == 0 and unit * groups % total == 0, f"{groups} groups in units of {unit} of {total}"
     )
     return all_gather(q, total, unit), all_gather(scale, groups, unit * groups // total)
+
+
+def broadcast(rows: Tensor, x: Tensor | None, after: Tensor | None, width: int, source: int) -> Tensor:
+    expect(x is None or x.shape == (len(rows), width), f"the rank {source} gives [{len(rows)}, {width}]")
+    return torch.empty((len(rows), width), dtype=torch.float32, device=rows.device)
 
 
 def quantize_by(x: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,6 +104,20 @@ OPS = (
             whole("groups", 1, MAX_INT),
         ),
         shape=all_gather_quantized,
+        work=Work.POINTWISE,
+        absent={CUDA: DISTRIBUTED},
+        only_lowered=True,
+    ),
+    Op(
+        reference.broadcast,
+        (
+            value("rows", Kind.INT64, "L", Role.BATCH),
+            optional(value("x", Kind.FLOAT32, "L C")),
+            optional(value("after", Kind.FLOAT32, "T K", Role.BATCH)),
+            whole("width", 1, MAX_INT, required=True),
+            whole("source", 0, MAX_INT, required=True),
+        ),
+        shape=broadcast,
         work=Work.POINTWISE,
         absent={CUDA: DISTRIBUTED},
         only_lowered=True,

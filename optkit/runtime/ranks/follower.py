@@ -33,7 +33,7 @@ class Follower:
 
         torch.set_num_threads(load.num_threads)
         artifact = Artifact.open(load.artifact_dir, verify=False)
-        self.model = load_rank(artifact, communicator, trust_code=load.trust_code)  # type: ignore[arg-type]
+        self.model = load_rank(artifact, communicator, load.kind, trust_code=load.trust_code)  # type: ignore[arg-type]
 
     def allocate(self, pools: Allocate) -> Callable[[Step], None]:
         """Allocate KV pools of the rank; the function for a step on the pools."""

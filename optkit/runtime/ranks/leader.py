@@ -22,6 +22,7 @@ from optkit.kernels.collectives import Communicator
 from optkit.runtime.ranks import messages
 from optkit.runtime.ranks.messages import Allocate, Failed, Load, RankGone, Step
 from optkit.runtime.ranks.model import RankModel
+from optkit.runtime.ranks.size import Sharing
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.types import Batch, EngineLost
 
@@ -53,11 +54,11 @@ class Ranks:
 
     @staticmethod
     def start(
-        artifact_dir: str, size: int, threads: int, region_fd: int, *, trust_code: bool = False
+        artifact_dir: str, shared: Sharing, threads: int, region_fd: int, *, trust_code: bool = False
     ) -> Ranks:
         """Start the processes, which load their shares meanwhile."""
-        ranks = Ranks(size)
-        for rank in range(1, size):
+        ranks = Ranks(shared.size)
+        for rank in range(1, shared.size):
             ours, theirs = socket.socketpair()
             command = [sys.executable, "-P", "-m", "optkit.runtime.ranks.follower", f"--fd={theirs.fileno()}"]
             command += [f"--region={region_fd}", f"--parent={os.getpid()}"]
@@ -67,7 +68,7 @@ class Ranks:
             ranks.processes.append(process)
             ranks.sockets.append(ours)
             threading.Thread(target=ranks.watch, args=(rank, process), daemon=True).start()
-            load = Load(artifact_dir, rank, size, threads, trust_code, ranks.meeting)
+            load = Load(artifact_dir, rank, shared.size, threads, trust_code, ranks.meeting, shared.kind)
             messages.send(ours, messages.frame(load))
         return ranks
 
@@ -96,7 +97,7 @@ class Ranks:
             try:
                 answer = messages.FROM_RANK.decode(messages.receive(sock))
             except RankGone:
-                raise UserError(f"rank {rank} ended while it loaded", where="tensor_parallel") from None
+                raise UserError(f"rank {rank} ended while it loaded", where="ranks") from None
             if isinstance(answer, Failed):
                 raise UserError(answer.what, where=answer.where, fix=answer.fix)
             total += answer.weight_bytes
@@ -136,14 +137,23 @@ class Ranks:
 
 
 class RankedRunner(ModelRunner):
-    """The runner of rank 0: each step also runs in the other ranks."""
+    """The runner of rank 0: each step also runs in the other ranks.
+
+    ``kv_bytes``: of all ranks' pools; by default all have as much as rank 0.
+    """
 
     def __init__(
-        self, model: RankModel, num_blocks: int, block_size: int, ranks: Ranks, layout: KVLayout
+        self,
+        model: RankModel,
+        num_blocks: int,
+        block_size: int,
+        ranks: Ranks,
+        layout: KVLayout,
+        kv_bytes: int | None = None,
     ) -> None:
         super().__init__(model, num_blocks, block_size, layout=layout)
         self.ranks, self.num_ranks, self.weight_bytes = ranks, ranks.size, ranks.weight_bytes
-        self.kv_bytes *= ranks.size
+        self.kv_bytes = self.kv_bytes * ranks.size if kv_bytes is None else kv_bytes
         self.is_multi_step = False  # the other ranks take each step from here
         ranks.send(Allocate(num_blocks, block_size, self.kv_windows))
 

@@ -16,7 +16,12 @@ LENGTH = struct.Struct("<Q")
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """Load the rank's share of an artifact; ``meeting`` is the file in which ranks without shared memory meet."""
+    """Load the rank's share of an artifact.
+
+    Attributes:
+        meeting: the file in which ranks without shared memory meet.
+        kind: of the sharing (``optkit.runtime.ranks.size.Sharing``).
+    """
 
     artifact_dir: str
     rank: int
@@ -24,6 +29,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     num_threads: int
     trust_code: bool
     meeting: str
+    kind: str
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):

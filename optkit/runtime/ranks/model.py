@@ -11,8 +11,11 @@ from optkit.artifact.open import Artifact
 from optkit.kernels.collectives import Communicator, using
 from optkit.lowering.lower import Executable
 from optkit.parallel.rank_graph import rank_graph
+from optkit.parallel.sizes import PIPELINE_PARALLEL, TENSOR_PARALLEL
+from optkit.parallel.stages import stage_graph
 
-SEVERAL_RANKS = "several ranks share its layers (--tensor-parallel-size)"
+SEVERAL_RANKS = "several ranks share its layers (--tensor-parallel-size, --pipeline-parallel-size)"
+PARTS = {TENSOR_PARALLEL: rank_graph, PIPELINE_PARALLEL: stage_graph}
 
 
 class RankModel(Executable):
@@ -28,13 +31,15 @@ class RankModel(Executable):
             return super().__call__(inputs)
 
 
-def load_rank(artifact: Artifact, communicator: Communicator, *, trust_code: bool = False) -> RankModel:
-    """The share of ``artifact`` of a communicator's rank. Other ranks' rows and columns are not read.
+def load_rank(
+    artifact: Artifact, communicator: Communicator, kind: str = TENSOR_PARALLEL, *, trust_code: bool = False
+) -> RankModel:
+    """The share of ``artifact`` of a communicator's rank. Other ranks' rows, columns and layers are not read.
 
     Raises:
         UserError: the model can't be shared by so many ranks.
     """
-    share = partial(rank_graph, rank=communicator.rank, size=communicator.size)
+    share = partial(PARTS[kind], rank=communicator.rank, size=communicator.size)
     with using(communicator):
         return RankModel(artifact.executable(trust_code=trust_code, change=share), communicator)
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import torch
 
 from optkit.artifact.open import Artifact
-from optkit.graph.kv_layout import KVLayout
+from optkit.graph.kv_layout import KVLayout, one_group
 from optkit.kernels.cpu import native
-from optkit.recipe.engine_options import EngineOptions, flag
+from optkit.recipe.engine_options import EngineOptions
 from optkit.runtime.embedding import Embedder
 from optkit.runtime.engine import Engine
 from optkit.runtime.kv.offload import HostBlockStore
 from optkit.runtime.ranks.leader import RankedRunner, Ranks
 from optkit.runtime.ranks.model import RankModel, communicator, load_rank
-from optkit.runtime.ranks.size import OPTION
+from optkit.runtime.ranks.size import Sharing
 from optkit.runtime.scheduling.cost_model import CostModel
 from optkit.runtime.scheduling.drafts import Proposer
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
@@ -25,32 +25,36 @@ from optkit.runtime.types import EngineRefusal
 
 @dataclass(frozen=True)
 class RankZero:
-    """The model of rank 0, and the processes of the other ranks."""
+    """The model of rank 0, and the processes of the other ranks.
+
+    ``whole``: the KV of all layers, where each rank has some of the layers; else None.
+    """
 
     model: RankModel
     ranks: Ranks
+    whole: KVLayout | None = None
 
 
-def start(artifact: Artifact, options: EngineOptions, size: int) -> RankZero:
+def start(artifact: Artifact, options: EngineOptions, shared: Sharing) -> RankZero:
     """Start the other ranks, and load the share of rank 0 meanwhile. ``options`` are for a single rank.
 
     Raises:
         UserError: a rank could not load its share.
     """
     torch.set_num_threads(options.threads)
-    file = region_file(size)
+    size, file = shared.size, region_file(shared.size)
     ranks = Ranks.start(
-        str(artifact.directory), size, options.threads, file, trust_code=options.trust_artifact_code
+        str(artifact.directory), shared, options.threads, file, trust_code=options.trust_artifact_code
     )
     try:
         own = communicator(0, size, options.threads, file, ranks.meeting)
         ranks.communicator = own
-        model = load_rank(artifact, own, trust_code=options.trust_artifact_code)
+        model = load_rank(artifact, own, shared.kind, trust_code=options.trust_artifact_code)
         ranks.weight_bytes = model.weight_bytes + ranks.wait_loaded()
     except BaseException:
         ranks.close()
         raise
-    return RankZero(model, ranks)
+    return RankZero(model, ranks, one_group(artifact.meta().states) if shared.by_layers else None)
 
 
 def region_file(size: int) -> int:
@@ -72,7 +76,8 @@ def ranked_engine(
     cost: CostModel,
 ) -> Engine:
     """The engine of rank 0, which sends each step to the other ranks."""
-    runner = RankedRunner(zero.model, config.num_blocks, config.block_size, zero.ranks, layout)
+    total = None if zero.whole is None else zero.whole.num_bytes(config.num_blocks, config.block_size)
+    runner = RankedRunner(zero.model, config.num_blocks, config.block_size, zero.ranks, layout, total)
     engine = Engine(runner, config, store, guesses, cost=cost)
     engine.alive, engine.make_embedder = zero.ranks.check, no_embedder
     return engine
@@ -80,4 +85,4 @@ def ranked_engine(
 
 def no_embedder() -> Embedder:
     """Refuse embeddings, which need the graph of a single process."""
-    raise EngineRefusal(f"embeddings are computed by engines of one rank ({flag(OPTION)} 1)")
+    raise EngineRefusal("embeddings are computed by engines of one rank")

@@ -138,3 +138,42 @@ def test_a_rank_that_dies_in_a_step_ends_the_engine_process(artifact: Path) -> N
             await engine.stop()
 
     asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
+
+
+# -- stages ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stages(artifact: Path) -> Iterator[Engine]:
+    engine = open_engine(str(artifact), tensor_parallel_size=1, pipeline_parallel_size=2, threads=1)
+    yield engine
+    runner_of(engine).ranks.close()
+
+
+def test_two_stages_give_the_tokens_of_one_process(artifact: Path, stages: Engine) -> None:
+    alone = open_engine(str(artifact), tensor_parallel_size=1, threads=1)
+    for sampling in (GREEDY, DRAWN):
+        assert stages.generate(PROMPTS, sampling) == alone.generate(PROMPTS, sampling)
+        assert stages.generate(PROMPTS[:2], sampling) == alone.generate(PROMPTS[:2], sampling)
+    assert stages.info().num_ranks == 2
+    assert stages.config.num_blocks == alone.config.num_blocks
+
+
+def test_a_stage_has_the_weights_and_the_kv_of_its_layers(artifact: Path, stages: Engine) -> None:
+    runner, whole = runner_of(stages), Artifact.open(artifact).graph().meta.kv_specs
+    names = {name for spec in runner.model.kv_specs for name in spec.inputs}
+    assert set(runner.kv_pools) == names and len(runner.model.kv_specs) == len(whole) / 2
+    assert runner.model.weight_bytes < 0.7 * runner.weight_bytes
+    own = sum(pool.nbytes for pool in runner.kv_pools.values())
+    assert runner.kv_bytes == pytest.approx(2 * own, rel=0.01)
+
+
+def test_the_end_of_a_stage_is_the_end_of_the_engine(
+    artifact: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = open_engine(str(artifact), tensor_parallel_size=1, pipeline_parallel_size=2, threads=1)
+    ranks = runner_of(engine).ranks
+    os.kill(ranks.processes[0].pid, signal.SIGKILL)
+    with pytest.raises(EngineLost), caplog.at_level(logging.CRITICAL):
+        engine.generate([[1, 2]], GREEDY)
+    ranks.close()

@@ -18,7 +18,7 @@ def test_messages_arrive_in_order_and_unchanged() -> None:
         "block_tables": np.zeros((2, 3), np.int32),
         "none": np.empty(0, np.int64),
     }
-    sent = [Load("a", 1, 2, 1, False, "m"), Allocate(9, 32, (0, 8)), Step.of(arrays)]
+    sent = [Load("a", 1, 2, 1, False, "m", "tensor_parallel"), Allocate(9, 32, (0, 8)), Step.of(arrays)]
     ours, theirs = socket.socketpair()
     with ours, theirs:
         for message in sent:
