@@ -62,6 +62,15 @@ def test_stages_give_the_bits_of_one_process(size: int, target: Target | None) -
     assert compare(int8(), size, prompt(), target, stage_graph).is_equal
 
 
+@pytest.mark.parametrize("length", [3, 11])
+def test_layers_in_two_forms_keep_both(length: int) -> None:
+    """int4 in steps of up to four tokens, and int8 in longer ones."""
+    graph = captured("llama", num_hidden_layers=4)
+    apply(graph, "w4a8", group_size=32, max_tokens=4)
+    apply(graph, "int8", group_size=32)
+    assert compare(graph, 3, prompt(length), TARGET, stage_graph).is_equal
+
+
 @pytest.mark.parametrize("length", [1, 200])
 @pytest.mark.skipif(not native.available(), reason="native kernels are missing")
 def test_a_step_of_a_stage_is_one_native_program_with_its_exchanges(length: int) -> None:

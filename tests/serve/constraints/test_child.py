@@ -71,11 +71,16 @@ HOSTILE = {
 
 @pytest.mark.parametrize("constraint", HOSTILE.values(), ids=HOSTILE.keys())
 def test_a_hostile_constraint_costs_a_bounded_time(constraint: Constraint) -> None:
-    """Processor time, without that of the fork itself; a busy machine does not count."""
+    """Processor time, without that of the fork itself; a busy machine does not count, nor a slow moment: the least of
+    up to three tries.
+    """
     vocabulary()
-    fork = seconds_of_children(partial(child.in_fork, partial(Constraint, "regex", "a")))
-    used = seconds_of_children(partial(checked, constraint))
-    assert used < fork + child.CPU_SECONDS + 0.05
+    for _ in range(3):
+        fork = seconds_of_children(partial(child.in_fork, partial(Constraint, "regex", "a")))
+        used = seconds_of_children(partial(checked, constraint))
+        if used < fork + child.CPU_SECONDS + 0.05:
+            return
+    raise AssertionError(f"{used:.3f} s, of which a fork is {fork:.3f}")
 
 
 def seconds_of_children(work: Callable[[], object]) -> float:
