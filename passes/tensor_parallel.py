@@ -21,7 +21,7 @@ from pydantic import Field
 from optkit.graph.ir import Graph
 from optkit.graph.schema import MAX_RANKS
 from optkit.parallel.check import prove
-from optkit.parallel.rank_graph import describe
+from optkit.parallel.rank_graph import describe, rank_graph
 from optkit.parallel.sizes import TENSOR_PARALLEL, check_size
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
 
@@ -60,6 +60,6 @@ class TensorParallel(Pass):
         Raises:
             UserError: the ranks' logits differ from those of one process.
         """
-        stats = prove(graph, self.config.size, WHERE)
+        stats = prove(graph, self.config.size, WHERE, rank_graph)
         graph.annotations[TENSOR_PARALLEL] = self.config.size
         return PassResult(len(plan.sites), stats)

@@ -84,6 +84,11 @@ def shares(total: int, unit: int, size: int) -> list[int]:
     return [stop - start for start, stop in itertools.pairwise(edges)]
 
 
+def from_one(width: int, source: int, size: int) -> list[int]:
+    """The number of elements of each of ``size`` ranks where ``source`` gives all ``width``."""
+    return [width * (rank == source) for rank in range(size)]
+
+
 def reduced(tensors: Sequence[Tensor], op: str) -> Tensor:
     """The sum or the largest of ``tensors``, in order, as a new tensor."""
     total = tensors[0].clone(memory_format=torch.contiguous_format)

@@ -206,8 +206,10 @@ class Way:
             return None
         digests = self.prompt.digests(report.block_size)[self.num_known : last]
         fetch = Fetch(peer.replica_id, peer.peer_address, digests, source is not None)
-        charges = ((report.replica_id, prefill), (peer.replica_id, source.prefill if source else 0.0))
-        return Option(self.here, seconds, fetch, charges[: 2 if source else 1], late)
+        charges = [(report.replica_id, prefill)]
+        if source is not None:
+            charges.append((peer.replica_id, source.prefill))
+        return Option(self.here, seconds, fetch, tuple(charges), late)
 
     def _seconds(self, num_blocks: int) -> float:
         report = self.here.report

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from optkit.kernels.cpu.call_list import LOGITS
 from optkit.kernels.cpu.program import Program
@@ -16,16 +16,18 @@ NUM_SIZED = len(BATCH) + 1  # arguments of a program before its inputs: the batc
 
 def to_native(model: Executable) -> NativeModel | None:
     """``model`` as native calls over the same packed weights; None where torch computes a part of a step."""
-    programs = [program_of(variant) for variant in model.variants] if model.device.type == "cpu" else [None]
-    found = [each for each in programs if each is not None]
-    if len(found) < len(programs):
+    if model.device.type != "cpu":
         return None
-    variants = list[NativeVariant]()
-    for variant, (program, inputs) in zip(model.variants, found, strict=True):
+    variants, weights = list[NativeVariant](), list[list[Tensor]]()
+    for variant in model.variants:
+        found = program_of(variant)
+        if found is None:
+            return None
+        program, inputs = found
         ((_, (width,), _),) = program.outputs
         variants.append(NativeVariant(variant.limit, inputs, program.calls, width))
+        weights.append(program.constants)
     sizes = model.vocab_size, model.max_model_len
-    weights = [program.constants for program, _ in found]
     return NativeModel(variants, model.states, *sizes, weights, model.weight_bytes, model.keeps_all)
 
 

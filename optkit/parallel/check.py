@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from optkit.machine.target import Target
 
 
-Part = Callable[
-    [Graph, int, int], Graph
-]  # the graph of a rank, of so many: ``rank_graph`` or ``stage_graph``
+# Makes the graph of a rank, of so many: ``rank_graph`` or ``stage_graph``.
+Part = Callable[[Graph, int, int], Graph]
 
 CHECKED_BYTES = (
     2 << 30
@@ -47,11 +46,11 @@ class Comparison:
 
 
 def compare(
-    graph: Graph, size: int, ids: Tensor, target: Target | None = None, part: Part | None = None
+    graph: Graph, size: int, ids: Tensor, target: Target | None = None, part: Part = rank_graph
 ) -> Comparison:
     """Logits of the prompt ``ids`` [T] by ``size`` ranks, in threads, against ``graph`` itself.
 
-    Without a ``target`` both sides run the reference kernels; without a ``part`` the ranks share every layer.
+    Without a ``target`` both sides run the reference kernels.
     """
     expected = lower(graph, target)(dense_inputs([len(ids)], ids, graph.meta.states))
     found = rank_logits(graph, size, ids, target, part)
@@ -60,7 +59,7 @@ def compare(
 
 
 def rank_logits(
-    graph: Graph, size: int, ids: Tensor, target: Target | None = None, part: Part | None = None
+    graph: Graph, size: int, ids: Tensor, target: Target | None = None, part: Part = rank_graph
 ) -> list[Tensor]:
     """The logits [T, V] of each of ``size`` ranks, which run in threads."""
     models: list[Executable] = lower_ranks(graph, size, target, part)
@@ -73,14 +72,13 @@ def rank_logits(
 
 
 def lower_ranks(
-    graph: Graph, size: int, target: Target | None = None, part: Part | None = None
+    graph: Graph, size: int, target: Target | None = None, part: Part = rank_graph
 ) -> list[Executable]:
     """The executables of ``size`` ranks, for threads."""
-    graph_of = part or rank_graph
-    return in_threads(lambda rank: lower(graph_of(graph, rank, size), target), size)
+    return in_threads(lambda rank: lower(part(graph, rank, size), target), size)
 
 
-def prove(graph: Graph, size: int, where: str, part: Part | None = None) -> dict[str, float]:
+def prove(graph: Graph, size: int, where: str, part: Part) -> dict[str, float]:
     """The largest share of the weights in a rank, and the difference of the ranks' logits from those of ``graph``.
 
     Raises:
@@ -89,8 +87,7 @@ def prove(graph: Graph, size: int, where: str, part: Part | None = None) -> dict
     shapes = graph.clone()
     for weight in shapes.weights.values():
         weight.value = weight.on_meta()
-    graph_of = part or rank_graph
-    parts = [graph_of(shapes, rank, size).num_bytes() for rank in range(size)]
+    parts = [part(shapes, rank, size).num_bytes() for rank in range(size)]
     stats = {"share of weights": max(parts) / graph.num_bytes()}
     if not graph.is_meta and graph.num_bytes() <= CHECKED_BYTES:
         ids = torch.arange(CHECKED_TOKENS) % graph.meta.vocab_size

@@ -34,13 +34,17 @@ def rank_graph(graph: Graph, rank: int, size: int, where: str = "tensor_parallel
         UserError: the model can't be shared by ``size`` ranks.
     """
     check_size(graph.meta, size, where)
-    part = graph.clone()
-    part.annotations = {
-        k: v for k, v in part.annotations.items() if k not in (PLAN, TENSOR_PARALLEL, PIPELINE_PARALLEL)
-    }
+    part = clone_for_rank(graph)
     if size > 1:
         Rewriter(part, rank, size).rewrite()
         verify(part, lowered=True)
+    return part
+
+
+def clone_for_rank(graph: Graph) -> Graph:
+    """A clone of ``graph`` without compiled regions and numbers of ranks."""
+    part, left_out = graph.clone(), (PLAN, TENSOR_PARALLEL, PIPELINE_PARALLEL)
+    part.annotations = {key: value for key, value in part.annotations.items() if key not in left_out}
     return part
 
 

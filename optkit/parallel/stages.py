@@ -22,9 +22,9 @@ from optkit.graph.ir import Graph
 from optkit.graph.shapes import infer_shapes
 from optkit.graph.verify import verify
 from optkit.kernels import reference
-from optkit.lowering.compiled.plan import PLAN
 from optkit.parallel.plan import PROBE, PROBE_BLOCK
-from optkit.parallel.sizes import PIPELINE_PARALLEL, TENSOR_PARALLEL, check_stages
+from optkit.parallel.rank_graph import clone_for_rank
+from optkit.parallel.sizes import PIPELINE_PARALLEL, check_stages
 
 MOST_CROSSING = 2  # values over a cut: the states and, before a fused addition, the result of the last layer
 
@@ -36,9 +36,7 @@ def stage_graph(graph: Graph, rank: int, size: int, where: str = PIPELINE_PARALL
         UserError: the layers can't be cut into ``size`` stages.
     """
     check_stages(graph.meta, size, where)
-    part = graph.clone()
-    done = (PLAN, TENSOR_PARALLEL, PIPELINE_PARALLEL)
-    part.annotations = {key: value for key, value in part.annotations.items() if key not in done}
+    part = clone_for_rank(graph)
     if size > 1:
         keep_stage(part, rank, Stages(part, size, where))
         verify(part, lowered=True)
@@ -73,22 +71,22 @@ class Stages:
 
     def __init__(self, graph: Graph, size: int, where: str) -> None:
         self.graph, self.nodes = graph, list(graph.fx.nodes)
+        self.numbers = {node: number for number, node in enumerate(self.nodes)}
         self.values = infer_shapes(graph, PROBE, PROBE_BLOCK)
         self.of_text = nodes_of_text(self.nodes)
-        self.cuts = self.best(self.places(), size)
+        pools = self.pool_ranges()
+        self.cuts = self.best(self.places(pools), pools, size)
         if len(self.cuts) < size - 1:
             what = f"the layers can't be cut into {size} stages"
             raise UserError(what, where=where, fix="use fewer, or tensor_parallel")
 
-    def stage_of(self, number: int) -> int:
-        """The stage of the node ``number``."""
-        return sum(cut.place <= number for cut in self.cuts)
+    def stage_of(self, node: fx.Node) -> int:
+        """The stage of ``node``."""
+        return sum(cut.place <= self.numbers[node] for cut in self.cuts)
 
-    def places(self) -> list[Cut]:
+    def places(self, pools: Sequence[tuple[int, int]]) -> list[Cut]:
         """The places without a layer whose KV is read on both sides; of those between two attentions the narrowest."""
-        numbers = {node: number for number, node in enumerate(self.nodes)}
-        last = {node: max((numbers[user] for user in node.users), default=-1) for node in self.of_text}
-        pools = self.pool_ranges()
+        last = {node: max((self.numbers[user] for user in node.users), default=-1) for node in self.of_text}
         found, alive = list[Cut](), list[fx.Node]()
         for number, node in enumerate(self.nodes):
             if number and not any(first < number <= end for first, end in pools):
@@ -116,21 +114,20 @@ class Stages:
 
     def pool_ranges(self) -> list[tuple[int, int]]:
         """The first and the last reader of each layer's KV."""
-        numbers = {node: number for number, node in enumerate(self.nodes)}
         found = list[tuple[int, int]]()
         for spec in self.graph.meta.kv_specs:
             pools = [node for node in self.nodes if node.op == "placeholder" and node.target in spec.inputs]
-            readers = [numbers[user] for pool in pools for user in pool.users]
+            readers = [self.numbers[user] for pool in pools for user in pool.users]
             found += [(min(readers), max(readers))] if readers else []
         return sorted(found)
 
-    def best(self, places: Sequence[Cut], size: int) -> list[Cut]:
+    def best(self, places: Sequence[Cut], pools: Sequence[tuple[int, int]], size: int) -> list[Cut]:
         """The cuts with the smallest largest stage, each stage with a layer's KV; none where there are too few places.
 
         Found by dynamic programming over the places.
         """
         weights = self.bytes_before()
-        attentions = [first for first, _ in self.pool_ranges()]
+        attentions = [first for first, _ in pools]
         ends = [0, *(cut.place for cut in places), len(self.nodes)]
 
         def cost(start: int, end: int) -> float:
@@ -186,13 +183,12 @@ def nodes_of_text(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 def keep_stage(graph: Graph, rank: int, stages: Stages) -> None:
     """Reduce ``graph``, in place, to the stage ``rank``, with the exchanges of all stages."""
-    numbers = {node: number for number, node in enumerate(stages.nodes)}
     ids, rows = graph.input("input_ids"), graph.input("logits_index")
     before: fx.Node | None = None
     for source, cut in enumerate(stages.cuts):
-        later = {node for node, number in numbers.items() if stages.stage_of(number) > source}
+        later = {node for node in stages.nodes if stages.stage_of(node) > source}
         for value in cut.crossing:
-            if stages.stage_of(numbers[value]) != source:
+            if stages.stage_of(value) != source:
                 continue  # handed on at an earlier cut
             width, own = int(stages.values[value].shape[1]), value if source == rank else None
             with graph.fx.inserting_before(stages.nodes[cut.place]):

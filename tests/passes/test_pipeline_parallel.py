@@ -8,12 +8,12 @@ import pytest
 from pydantic import ValidationError
 
 from optkit.errors import UserError
-from optkit.graph.ir import Graph
 from optkit.graph.serialize import annotations_from_json, graph_to_json
 from optkit.graph.variants import contents
 from optkit.passes import pipeline_parallel
 from optkit.passes.pipeline_parallel import PipelineParallelConfig
 from tests.support.graphs import CONTEXT, apply, captured, checked
+from tests.support.wrong_rank import with_wrong_weights
 
 
 def test_the_graph_stays_that_of_one_process_and_notes_the_size() -> None:
@@ -38,16 +38,7 @@ def test_more_stages_than_layers_are_refused() -> None:
 def test_wrong_stages_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = captured("llama")
     optimization, plan = checked(graph, "pipeline_parallel", size=2)
-    graph_of = pipeline_parallel.stage_graph
-
-    def other(graph: Graph, rank: int, size: int) -> Graph:
-        part = graph_of(graph, rank, size)
-        for name, weight in part.weights.items():
-            if "down_proj" in name and rank == 1:
-                weight.value = weight.value.flip(1)
-        return part
-
-    monkeypatch.setattr(pipeline_parallel, "stage_graph", other)
+    monkeypatch.setattr(pipeline_parallel, "stage_graph", with_wrong_weights(pipeline_parallel.stage_graph))
     with pytest.raises(UserError, match="differ from those of one process"):
         optimization.apply(graph, plan, CONTEXT)
 

@@ -6,12 +6,12 @@ import pytest
 from pydantic import ValidationError
 
 from optkit.errors import UserError
-from optkit.graph.ir import Graph
 from optkit.graph.serialize import annotations_from_json, graph_to_json
 from optkit.graph.variants import contents
-from optkit.parallel import check
+from optkit.passes import tensor_parallel
 from optkit.passes.tensor_parallel import TensorParallelConfig
 from tests.support.graphs import CONTEXT, apply, captured, checked
+from tests.support.wrong_rank import with_wrong_weights
 
 
 def test_the_graph_stays_that_of_one_process_and_notes_the_size() -> None:
@@ -49,15 +49,6 @@ def test_sizes_that_do_not_work_are_refused_with_those_that_do() -> None:
 def test_wrong_shares_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = captured("llama")
     optimization, plan = checked(graph, "tensor_parallel", size=2)
-    graph_of = check.rank_graph
-
-    def other(graph: Graph, rank: int, size: int) -> Graph:
-        part = graph_of(graph, rank, size)
-        for name, weight in part.weights.items():
-            if "down_proj" in name and rank == 1:
-                weight.value = weight.value.flip(1)
-        return part
-
-    monkeypatch.setattr(check, "rank_graph", other)
+    monkeypatch.setattr(tensor_parallel, "rank_graph", with_wrong_weights(tensor_parallel.rank_graph))
     with pytest.raises(UserError, match="differ from those of one process"):
         optimization.apply(graph, plan, CONTEXT)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optkit.kernels import reference_collectives
-from optkit.kernels.collectives import REDUCTIONS, current, shares
+from optkit.kernels import reference
+from optkit.kernels.collectives import REDUCTIONS, current, from_one, shares
 from optkit.kernels.cpu import native, weight_memory
 from optkit.kernels.cpu.emit import Emitter, Result
 from optkit.kernels.cpu.program import Builder, Size, View
@@ -89,11 +89,6 @@ def all_gather_quantized(
 ) -> tuple[Tensor, Tensor]:
     """See ``reference.all_gather_quantized``; in programs one exchange, and here two."""
     return all_gather(q, total, unit), all_gather(scale, groups, unit * groups // total)
-
-
-def broadcast(rows: Tensor, x: Tensor | None, after: Tensor | None, width: int, source: int) -> Tensor:
-    """See ``reference.broadcast``."""
-    return reference_collectives.broadcast(rows, x, after, width, source)
 
 
 def absmax_per_token(x: Tensor) -> Tensor:
@@ -199,7 +194,7 @@ def emit_broadcast(
     rank = shared_rank()
     if x is not None and x.shape != (width,):
         raise NotImplementedError("a row a token, of the whole width")
-    sizes = rank.sizes([width * (number == source) for number in range(rank.size)])
+    sizes = rank.sizes(from_one(width, source, rank.size))
     out = b.buffer(rows.rows, (width,))
     given = out if x is None else x  # of which another rank than the source gives nothing
     b.call(
@@ -253,7 +248,7 @@ KERNELS = (
     Kernel("all_reduce", "native", all_reduce, shares_memory, needs=NATIVE_RANKS),
     Kernel("all_gather", "native", all_gather, shares_memory, needs=NATIVE_RANKS),
     Kernel("all_gather_quantized", "native", all_gather_quantized, shares_memory, needs=NATIVE_RANKS),
-    Kernel("broadcast", "native", broadcast, shares_memory, needs=NATIVE_RANKS),
+    Kernel("broadcast", "native", reference.broadcast, shares_memory, needs=NATIVE_RANKS),
     Kernel("absmax_per_token", "native", absmax_per_token, native.supports),
     Kernel("quantize_by", "native", quantize_by, native.supports),
     Kernel(
