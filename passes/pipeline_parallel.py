@@ -4,11 +4,13 @@ The ranks (*stages*) hold the weights and the KV cache of their layers alone (GP
 micro-batches). The files of the artifact stay those of one process: the pass proves that the graph can be cut into
 ``size`` stages, and ``optkit serve`` gives each rank its stage when it loads.
 
-Exact: every op of the graph runs once, in one rank, on the same numbers.
+Exact: the ops of the graph run on the same numbers as in one process; rotary angles are computed in every stage.
 
 Predicted gain: none in time. Weights and KV of a rank fall to about 1 / size, for a model that one process may not
-hold. The stages compute one after the other, each with all cores. Price: an exchange of the hidden states at each cut,
-and one of the logits. Tensor parallel (``tensor_parallel``) divides the work, too, but needs KV heads that divide.
+hold; a table that is token embedding and output head at once stands in the first and in the last stage. The stages
+compute one after the other, each with all cores. Price: an exchange of the hidden states at each cut, and one of the
+logits: a token of a small model on two cores takes 1.2 times as long in two stages, 1.7 times in three, and a prompt as
+long. Tensor parallel (``tensor_parallel``) divides the work, too, but needs KV heads that divide.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from pydantic import Field
 from optkit.graph.ir import Graph
 from optkit.graph.schema import MAX_RANKS
 from optkit.parallel.check import prove
-from optkit.parallel.sizes import PIPELINE_PARALLEL, check_stages
+from optkit.parallel.sizes import PIPELINE_PARALLEL, check_alone, check_stages
 from optkit.parallel.stages import Stages, stage_graph
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Stage
 
@@ -43,8 +45,9 @@ class PipelineParallel(Pass):
         """Find the places to cut.
 
         Raises:
-            UserError: the layers can't be cut into so many stages.
+            UserError: the layers can't be cut into so many stages, or ranks share them already.
         """
+        check_alone(graph.annotations, PIPELINE_PARALLEL, WHERE)
         check_stages(graph.meta, self.config.size, WHERE)
         cuts = Stages(graph, self.config.size, WHERE).cuts
         return Plan([Site(", ".join(node.name for node in cut.crossing), ()) for cut in cuts], [])

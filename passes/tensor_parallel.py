@@ -22,7 +22,7 @@ from optkit.graph.ir import Graph
 from optkit.graph.schema import MAX_RANKS
 from optkit.parallel.check import prove
 from optkit.parallel.rank_graph import describe, rank_graph
-from optkit.parallel.sizes import TENSOR_PARALLEL, check_size
+from optkit.parallel.sizes import TENSOR_PARALLEL, check_alone, check_size
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
 
 WHERE = "tensor_parallel.size"
@@ -46,8 +46,9 @@ class TensorParallel(Pass):
         """Find the layers that ranks share.
 
         Raises:
-            UserError: heads can't be shared out evenly; the message has the sizes that work.
+            UserError: heads can't be shared out evenly, and the message has the sizes that work; or the graph has stages.
         """
+        check_alone(graph.annotations, TENSOR_PARALLEL, WHERE)
         check_size(graph.meta, self.config.size, WHERE)
         shared, whole = describe(graph, self.config.size)
         return Plan(

@@ -1,8 +1,8 @@
-"""Communicators: the exchange of tensors between the ranks of a tensor-parallel model.
+"""Communicators: the exchange of tensors between the ranks of a model.
 
-A rank is a process, or in checks a thread, with a part of every large weight. All ranks run the same collective calls
-in the same order. ``current`` is the communicator of the running code, set by ``using``; the ops ``all_reduce`` and
-``all_gather`` of graphs find it there.
+A rank is a process, or in checks a thread, with a part of every large weight (tensor parallel) or with some of the
+layers (pipeline parallel). All ranks run the same collective calls in the same order. ``current`` is the communicator
+of the running code, set by ``using``; the ops of graphs (``reference_collectives``) find it there.
 
 - ``Threads``: ranks are threads of this process, for checks. Sums are in the order of the ranks.
 - ``optkit.kernels.cpu.shared_memory``: ranks are processes on one machine's CPUs.
@@ -24,6 +24,8 @@ from torch import Tensor
 from optkit.errors import CollectiveFailed
 
 REDUCTIONS = ("sum", "max")
+# Of a wait for another rank: above the longest step of a stage. The end of a process is noticed by its parent at once.
+WAIT_SECONDS = 3600.0
 
 
 class Communicator(Protocol):
@@ -84,7 +86,7 @@ def shares(total: int, unit: int, size: int) -> list[int]:
     return [stop - start for start, stop in itertools.pairwise(edges)]
 
 
-def from_one(width: int, source: int, size: int) -> list[int]:
+def broadcast_sizes(width: int, source: int, size: int) -> list[int]:
     """The number of elements of each of ``size`` ranks where ``source`` gives all ``width``."""
     return [width * (rank == source) for rank in range(size)]
 

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from optkit.kernels.collectives import reduced
+from optkit.kernels.collectives import WAIT_SECONDS, reduced
 
-TIMEOUT_SECONDS = 120.0
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -54,7 +53,7 @@ def join(backend: str, file: str, rank: int, size: int) -> DistributedRank:
         init_method=f"file://{file}",
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=TIMEOUT_SECONDS),
+        timeout=timedelta(seconds=WAIT_SECONDS),
     )
     group = dist.group.WORLD
     if group is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from optkit.kernels.collectives import current, from_one, shares
+from optkit.kernels.collectives import current, broadcast_sizes, shares
 from optkit.kernels.reference_pointwise import ACTIVATION_ZERO_POINT
 
 
@@ -67,7 +67,7 @@ def broadcast(rows: Tensor, x: Tensor | None, after: Tensor | None, width: int, 
     communicator = current()
     if x is None:
         x = torch.empty((len(rows), 0), device=rows.device)
-    return communicator.all_gather(x, from_one(width, source, communicator.size))
+    return communicator.all_gather(x, broadcast_sizes(width, source, communicator.size))
 
 
 def absmax_per_token(x: Tensor) -> Tensor:

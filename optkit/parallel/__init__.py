@@ -1,4 +1,4 @@
-"""Tensor parallel: a model on several ranks, each with a share of every layer.
+"""A model on several ranks: each has a share of every layer (tensor parallel) or some of the layers (pipeline parallel).
 
-``rank_graph`` rewrites the artifact's graph for a rank, at load; files and report do not change.
+``rank_graph`` and ``stages`` rewrite the artifact's graph for a rank, at load; files and report do not change.
 """

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 # Makes the graph of a rank, of so many: ``rank_graph`` or ``stage_graph``.
-Part = Callable[[Graph, int, int], Graph]
+GraphOfRank = Callable[[Graph, int, int], Graph]
 
 CHECKED_BYTES = (
     2 << 30
@@ -46,23 +46,23 @@ class Comparison:
 
 
 def compare(
-    graph: Graph, size: int, ids: Tensor, target: Target | None = None, part: Part = rank_graph
+    graph: Graph, size: int, ids: Tensor, target: Target | None = None, graph_of: GraphOfRank = rank_graph
 ) -> Comparison:
     """Logits of the prompt ``ids`` [T] by ``size`` ranks, in threads, against ``graph`` itself.
 
     Without a ``target`` both sides run the reference kernels.
     """
     expected = lower(graph, target)(dense_inputs([len(ids)], ids, graph.meta.states))
-    found = rank_logits(graph, size, ids, target, part)
+    found = rank_logits(graph, size, ids, target, graph_of)
     error = max(float((each - expected).abs().max()) for each in found)
     return Comparison(error, float(expected.abs().max()), all(torch.equal(each, expected) for each in found))
 
 
 def rank_logits(
-    graph: Graph, size: int, ids: Tensor, target: Target | None = None, part: Part = rank_graph
+    graph: Graph, size: int, ids: Tensor, target: Target | None = None, graph_of: GraphOfRank = rank_graph
 ) -> list[Tensor]:
     """The logits [T, V] of each of ``size`` ranks, which run in threads."""
-    models: list[Executable] = lower_ranks(graph, size, target, part)
+    models: list[Executable] = lower_ranks(graph, size, target, graph_of)
 
     def run(rank: int) -> Tensor:
         with torch.inference_mode():
@@ -72,13 +72,13 @@ def rank_logits(
 
 
 def lower_ranks(
-    graph: Graph, size: int, target: Target | None = None, part: Part = rank_graph
+    graph: Graph, size: int, target: Target | None = None, graph_of: GraphOfRank = rank_graph
 ) -> list[Executable]:
     """The executables of ``size`` ranks, for threads."""
-    return in_threads(lambda rank: lower(part(graph, rank, size), target), size)
+    return in_threads(lambda rank: lower(graph_of(graph, rank, size), target), size)
 
 
-def prove(graph: Graph, size: int, where: str, part: Part) -> dict[str, float]:
+def prove(graph: Graph, size: int, where: str, graph_of: GraphOfRank) -> dict[str, float]:
     """The largest share of the weights in a rank, and the difference of the ranks' logits from those of ``graph``.
 
     Raises:
@@ -87,11 +87,11 @@ def prove(graph: Graph, size: int, where: str, part: Part) -> dict[str, float]:
     shapes = graph.clone()
     for weight in shapes.weights.values():
         weight.value = weight.on_meta()
-    parts = [part(shapes, rank, size).num_bytes() for rank in range(size)]
+    parts = [graph_of(shapes, rank, size).num_bytes() for rank in range(size)]
     stats = {"share of weights": max(parts) / graph.num_bytes()}
     if not graph.is_meta and graph.num_bytes() <= CHECKED_BYTES:
         ids = torch.arange(CHECKED_TOKENS) % graph.meta.vocab_size
-        found = compare(graph, size, ids, part=part)
+        found = compare(graph, size, ids, graph_of=graph_of)
         if not found.error <= TOLERANCE * found.largest:
             what = f"the logits of {size} ranks differ from those of one process by {found.error:.2g}"
             raise UserError(what, where=where, fix="leave the pass out, and report the model")

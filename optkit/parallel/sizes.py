@@ -1,9 +1,10 @@
-"""The numbers of ranks for a model."""
+"""The numbers of ranks for a model, by tensor parallel and by pipeline parallel."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from optkit.errors import UserError
 from optkit.graph.schema import MAX_RANKS
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 # In a graph's annotations: the number of ranks that share each layer, or that have some of the layers each.
 TENSOR_PARALLEL, PIPELINE_PARALLEL = "tensor_parallel", "pipeline_parallel"
+NOT_BOTH = "tensor parallel and pipeline parallel can't be combined"
 
 
 def good_sizes(meta: GraphMeta) -> list[int]:
@@ -32,7 +34,8 @@ def check_size(meta: GraphMeta, size: int, where: str) -> None:
         return
     fix = f"sizes that work: {', '.join(map(str, good_sizes(meta)))}"
     if meta.recurrent_specs:
-        raise UserError("a recurrent state is not shared by ranks", where=where, fix="sizes that work: 1")
+        what = "tensor parallel does not support recurrent layers"
+        raise UserError(what, where=where, fix="sizes that work: 1")
     if any(spec.latent for spec in meta.kv_specs):
         what = "latent KV has one head, which all queries read, and is not shared by ranks"
         raise UserError(what, where=where, fix="sizes that work: 1")
@@ -51,9 +54,20 @@ def check_stages(meta: GraphMeta, size: int, where: str) -> None:
     if size == 1:
         return
     if meta.recurrent_specs:
-        raise UserError("a recurrent state is kept by one process", where=where, fix="sizes that work: 1")
+        what = "pipeline parallel does not support recurrent layers"
+        raise UserError(what, where=where, fix="sizes that work: 1")
     most = min(len(meta.kv_specs), MAX_RANKS)
     if size > most:
-        raise UserError(
-            f"{most} layers with attention are no {size} stages", where=where, fix=f"use at most {most}"
-        )
+        what = f"{size} stages need as many layers with attention, and the model has {len(meta.kv_specs)}"
+        raise UserError(what, where=where, fix=f"use at most {most}")
+
+
+def check_alone(annotations: Mapping[str, Any], kind: str, where: str) -> None:
+    """Refuse ``kind`` for a graph that other ranks share already, as its annotations say.
+
+    Raises:
+        UserError: the graph has been given to ranks of the other kind.
+    """
+    (other,) = {TENSOR_PARALLEL, PIPELINE_PARALLEL} - {kind}
+    if other in annotations:
+        raise UserError(NOT_BOTH, where=where, fix=f"leave out {kind} or {other}")

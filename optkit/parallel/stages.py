@@ -2,7 +2,8 @@
 
 The graph is cut between nodes where one or two float values of a row a token cross, and no layer's KV is read on both
 sides. Between two attentions the narrowest cuts count; of all these the chosen ones leave the largest stage as few
-weights as possible. Rotary angles and other values of the positions alone are computed by every stage with a reader.
+bytes of weights as possible. Weights that two stages read (a token embedding that is also the output head) count in
+both. Rotary angles and other values of the positions alone are computed by every stage with a reader.
 
 All stages are ranks that run the same exchanges in the same order: a stage without anything to compute yet waits in
 the exchange.
@@ -10,6 +11,7 @@ the exchange.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -76,9 +78,9 @@ class Stages:
         self.of_text = nodes_of_text(self.nodes)
         pools = self.pool_ranges()
         self.cuts = self.best(self.places(pools), pools, size)
-        if len(self.cuts) < size - 1:
-            what = f"the layers can't be cut into {size} stages"
-            raise UserError(what, where=where, fix="use fewer, or tensor_parallel")
+        if (most := len(self.cuts) + 1) < size:
+            what = f"the model can't be cut into {size} stages: layers read more of earlier ones than the hidden states"
+            raise UserError(what, where=where, fix=f"sizes that work: {', '.join(map(str, range(1, most + 1)))}")
 
     def stage_of(self, node: fx.Node) -> int:
         """The stage of ``node``."""
@@ -122,47 +124,47 @@ class Stages:
         return sorted(found)
 
     def best(self, places: Sequence[Cut], pools: Sequence[tuple[int, int]], size: int) -> list[Cut]:
-        """The cuts with the smallest largest stage, each stage with a layer's KV; none where there are too few places.
+        """The cuts into ``size`` stages with the smallest largest one; fewer where there are too few places.
 
-        Found by dynamic programming over the places.
+        Each stage has a layer's KV. Found by dynamic programming over the places.
         """
-        weights = self.bytes_before()
-        attentions = [first for first, _ in pools]
         ends = [0, *(cut.place for cut in places), len(self.nodes)]
-
-        def cost(start: int, end: int) -> float:
-            has_kv = any(ends[start] <= first < ends[end] for first in attentions)
-            return float(weights[ends[end]] - weights[ends[start]]) if has_kv else math.inf
-
+        costs = self.costs(ends, [first for first, _ in pools])
         # by the number of stages, up to each end: the largest stage, and the end before
-        table = [[(cost(0, end), 0) for end in range(len(ends))]]
+        table = [[(costs[0][end], 0) for end in range(len(ends))]]
         for _ in range(1, size):
             reached = table[-1]
-            table.append(
-                [
-                    min(
-                        ((max(reached[middle][0], cost(middle, end)), middle) for middle in range(1, end)),
-                        default=(math.inf, 0),
-                    )
-                    for end in range(len(ends))
-                ]
-            )
-        if math.isinf(table[-1][-1][0]):
-            return []
+            longer = [
+                min(
+                    ((max(reached[middle][0], costs[middle][end]), middle) for middle in range(1, end)),
+                    default=(math.inf, 0),
+                )
+                for end in range(len(ends))
+            ]
+            if math.isinf(longer[-1][0]):
+                break
+            table.append(longer)
         found, end = list[Cut](), len(ends) - 1
         for row in reversed(table[1:]):
             end = row[end][1]
             found.append(places[end - 1])
         return found[::-1]
 
-    def bytes_before(self) -> list[int]:
-        """Bytes of the weights first read before each node, and of all."""
-        seen, total, found = set[str](), 0, [0]
-        for node in self.nodes:
-            new = {str(each.target) for each in node.all_input_nodes if each.op == "get_attr"} - seen
-            seen |= new
-            total += sum(self.graph.weights[name].nbytes for name in new)
-            found.append(total)
+    def costs(self, ends: Sequence[int], attentions: Sequence[int]) -> list[list[float]]:
+        """Bytes of the weights that nodes between two of ``ends`` read, by first and last; infinite without KV."""
+        read = [
+            {str(each.target) for node in self.nodes[start:end] for each in node.all_input_nodes if each.op == "get_attr"}
+            for start, end in itertools.pairwise(ends)
+        ]
+        found = [[math.inf] * len(ends) for _ in ends]
+        for first, start in enumerate(ends):
+            names, total = set[str](), 0
+            for last in range(first + 1, len(ends)):
+                new = read[last - 1] - names
+                names |= new
+                total += sum(self.graph.weights[name].nbytes for name in new)
+                if any(start <= place < ends[last] for place in attentions):
+                    found[first][last] = total
         return found
 
 

@@ -83,10 +83,10 @@ def load_engine(artifact_dir: str, options: EngineOptions) -> Engine:
     takes_the_rest = gpu is not None and options.kv_cache_bytes is None
     if gpu is not None:  # after the draft model, whose memory is not free
         options = with_kv_bytes(model, options, gpu, guesses)
-    layout = zero.whole if zero is not None else None
+    layout = (zero.whole if zero else None) or kv_layout(model.states)
     config, store = scheduler_config(model, options, artifact.recipe.target, layout), None
-    if reason := kv_layout(model.states).reason:
-        logger.info("layers with a window keep the KV of all tokens: %s", reason)
+    if layout.reason:
+        logger.info("layers with a window keep the KV of all tokens: %s", layout.reason)
     if options.kv_offload_dir is not None and not options.kv_offload_bytes:
         raise UserError(
             "a directory for offloaded KV needs a size", where="kv_offload_dir", fix="give --kv-offload-bytes"

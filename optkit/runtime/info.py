@@ -36,7 +36,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         vocab_size: token ids of the model are in [0, vocab_size).
         kv_layout: digest of the meaning of the bytes of a KV block; empty: the engine exchanges no blocks.
         peer_address: host and port at which other engines fetch blocks; empty: none are given.
-        num_ranks: processes that share every layer of the model.
+        num_ranks: processes that share the model, by layers or within them.
         gpu_memory_utilization: the share of a GPU's memory, when the KV cache got the rest of the share.
         from_saved_weights: started from a file of the private cache, without torch.
         load_seconds: time of loading; set by the process, like ``pid``.

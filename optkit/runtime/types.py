@@ -576,7 +576,7 @@ class Runner(Protocol):
     kv_bytes: int  # memory of the KV pool
     state_bytes: int  # memory of the recurrent states, with the checkpoints
     kv_dtype: str  # element type, in words
-    num_ranks: int  # processes that share every layer of the model
+    num_ranks: int  # processes that share the model, by layers or within them
     is_multi_step: bool  # it computes several decode steps in a call (optkit.runtime.multi_step)
     kv_windows: tuple[
         int, ...

@@ -9,6 +9,8 @@ from optkit.errors import CollectiveFailed
 from optkit.kernels import reference
 from optkit.kernels.collectives import Threads, borders, current, shares, using
 from optkit.kernels.cpu import collectives, int8, native
+from optkit.kernels.cpu.shared_memory import SharedRank, SharedRegion
+from optkit.parallel.in_threads import in_threads
 from tests.kernels.test_int8 import fitting
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="native kernels are missing")
@@ -102,3 +104,17 @@ def test_a_thread_that_waits_for_a_failed_one_fails() -> None:
     group = Threads(2, timeout=0.05)
     with pytest.raises(CollectiveFailed, match="another rank failed"):
         group.ranks[0].all_reduce(torch.ones(1), "sum")
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_a_broadcast_in_shared_memory_gives_the_rows_of_one_rank_to_all(rows: int) -> None:
+    region = SharedRegion(3)
+    ranks = [SharedRank(region, rank, spin=1e-6) for rank in range(3)]
+    x, ids = torch.randn(rows, 5), torch.arange(rows)
+
+    def run(rank: int) -> torch.Tensor:
+        first = reference.broadcast(ids, x if rank == 1 else None, None, 5, 1)
+        return reference.broadcast(ids, first + 1 if rank == 2 else None, first, 5, 2)
+
+    for found in in_threads(run, 3, ranks):
+        assert torch.equal(found, x + 1)

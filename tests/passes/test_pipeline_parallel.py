@@ -12,7 +12,7 @@ from optkit.graph.serialize import annotations_from_json, graph_to_json
 from optkit.graph.variants import contents
 from optkit.passes import pipeline_parallel
 from optkit.passes.pipeline_parallel import PipelineParallelConfig
-from tests.support.graphs import CONTEXT, apply, captured, checked
+from tests.support.graphs import CONTEXT, captured, checked
 from tests.support.wrong_rank import with_wrong_weights
 
 
@@ -28,11 +28,20 @@ def test_the_graph_stays_that_of_one_process_and_notes_the_size() -> None:
 
 
 def test_more_stages_than_layers_are_refused() -> None:
-    with pytest.raises(UserError, match=r"pipeline_parallel\.size: 2 layers with attention are no 3 stages"):
+    with pytest.raises(UserError, match=r"pipeline_parallel\.size: 3 stages need as many layers with attention"):
         checked(captured("llama"), "pipeline_parallel", size=3)
     for size in (0, 1, 65, 2.5):
         with pytest.raises(ValidationError):
             PipelineParallelConfig(size=size)
+
+
+@pytest.mark.parametrize("names", [("tensor_parallel", "pipeline_parallel"), ("pipeline_parallel", "tensor_parallel")])
+def test_a_graph_that_ranks_share_is_refused(names: tuple[str, str]) -> None:
+    graph = captured("llama")
+    optimization, plan = checked(graph, names[0], size=2)
+    optimization.apply(graph, plan, CONTEXT)
+    with pytest.raises(UserError, match=rf"{names[1]}\.size: .*can't be combined"):
+        checked(graph, names[1], size=2)
 
 
 def test_wrong_stages_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,5 +56,7 @@ def test_a_plan_of_shapes_alone_has_the_share_of_the_weights() -> None:
     graph: Any = captured("llama")
     for weight in graph.weights.values():
         weight.value = weight.on_meta()
-    apply(graph, "pipeline_parallel", size=2)
+    optimization, plan = checked(graph, "pipeline_parallel", size=2)
+    stats = optimization.apply(graph, plan, CONTEXT).stats
+    assert set(stats) == {"share of weights"} and 0.4 < stats["share of weights"] < 0.6
     assert graph.annotations["pipeline_parallel"] == 2

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from optkit.graph.ir import Graph
-from optkit.parallel.check import Part
+from optkit.parallel.check import GraphOfRank
 
 
-def with_wrong_weights(graph_of: Part) -> Part:
+def with_wrong_weights(graph_of: GraphOfRank) -> GraphOfRank:
     """``graph_of`` with the down projections of rank 1 in another order."""
 
     def other(graph: Graph, rank: int, size: int) -> Graph:

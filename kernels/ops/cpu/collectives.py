@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from optkit.kernels import reference
-from optkit.kernels.collectives import REDUCTIONS, current, from_one, shares
+from optkit.kernels.collectives import REDUCTIONS, broadcast_sizes, current, shares
 from optkit.kernels.cpu import native, weight_memory
 from optkit.kernels.cpu.emit import Emitter, Result
 from optkit.kernels.cpu.program import Builder, Size, View
@@ -194,7 +194,7 @@ def emit_broadcast(
     rank = shared_rank()
     if x is not None and x.shape != (width,):
         raise NotImplementedError("a row a token, of the whole width")
-    sizes = rank.sizes(from_one(width, source, rank.size))
+    sizes = rank.sizes(broadcast_sizes(width, source, rank.size))
     out = b.buffer(rows.rows, (width,))
     given = out if x is None else x  # of which another rank than the source gives nothing
     b.call(

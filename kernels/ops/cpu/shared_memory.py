@@ -6,6 +6,7 @@ the region.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import tempfile
@@ -15,12 +16,11 @@ import torch
 from torch import Tensor
 
 from optkit.errors import CollectiveFailed
-from optkit.kernels.collectives import REDUCTIONS
+from optkit.kernels.collectives import REDUCTIONS, WAIT_SECONDS
 from optkit.kernels.cpu import native
 
-SPIN_SECONDS = 200e-6  # of a wait, where each rank has a core: the next exchange follows within a layer
+SPIN_SECONDS = 200e-6  # of a wait, where each rank has a core: ranks that share layers meet again within one
 SHORT_SPIN_SECONDS = 5e-6  # with fewer cores than threads: the core is for the rank that is waited for
-TIMEOUT_SECONDS = 120.0
 INTEGER = torch.int32
 
 
@@ -66,7 +66,7 @@ class SharedRank:
         region: SharedRegion,
         rank: int,
         spin: float | None = None,
-        timeout: float = TIMEOUT_SECONDS,
+        timeout: float = WAIT_SECONDS,
     ) -> None:
         self.region, self.rank, self.size = region, rank, region.size
         spin = spin_seconds(region.size) if spin is None else spin
@@ -103,7 +103,7 @@ class SharedRank:
     def all_gather(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """See ``Communicator.all_gather``."""
         *rows, columns = x.shape
-        x, library, total = x.contiguous().view(-1, columns), native.library(), sum(sizes)
+        x, library, total = x.contiguous().view(math.prod(rows), columns), native.library(), sum(sizes)
         native.require(x.dtype in (torch.float32, torch.uint8), "ranks share float32 or uint8")
         native.require(
             len(sizes) == self.size and sizes[self.rank] <= columns, "a share larger than the tensor"

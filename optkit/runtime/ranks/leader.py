@@ -128,6 +128,8 @@ class Ranks:
         for sock in self.sockets:
             sock.close()
         for process in self.processes:
+            if self.lost is not None:
+                process.kill()  # it may wait for the lost rank in an exchange
             try:
                 process.wait(JOIN_SECONDS)
             except subprocess.TimeoutExpired:
@@ -139,7 +141,7 @@ class Ranks:
 class RankedRunner(ModelRunner):
     """The runner of rank 0: each step also runs in the other ranks.
 
-    ``kv_bytes``: of all ranks' pools; by default all have as much as rank 0.
+    Working memory is that of rank 0 for each rank, and so are KV pools, unless ``kv_bytes`` has the bytes of all.
     """
 
     def __init__(
@@ -154,6 +156,7 @@ class RankedRunner(ModelRunner):
         super().__init__(model, num_blocks, block_size, layout=layout)
         self.ranks, self.num_ranks, self.weight_bytes = ranks, ranks.size, ranks.weight_bytes
         self.kv_bytes = self.kv_bytes * ranks.size if kv_bytes is None else kv_bytes
+        self.workspace_bytes = lambda tokens, rows: ranks.size * model.workspace_bytes(tokens, rows)
         self.is_multi_step = False  # the other ranks take each step from here
         ranks.send(Allocate(num_blocks, block_size, self.kv_windows))
 

@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from optkit.artifact.open import Artifact
+from optkit.graph import variants
+from optkit.graph.ir import Graph
 from optkit.kernels.collectives import Communicator, using
 from optkit.lowering.lower import Executable
 from optkit.parallel.rank_graph import rank_graph
 from optkit.parallel.sizes import PIPELINE_PARALLEL, TENSOR_PARALLEL
 from optkit.parallel.stages import stage_graph
+from optkit.recipe.engine_options import flag
+from optkit.runtime.ranks.size import option
 
 SEVERAL_RANKS = "several ranks share its layers (--tensor-parallel-size, --pipeline-parallel-size)"
 PARTS = {TENSOR_PARALLEL: rank_graph, PIPELINE_PARALLEL: stage_graph}
 
 
 class RankModel(Executable):
-    """An executable whose calls exchange tensors with the other ranks. All ranks make the same calls."""
+    """An executable whose calls exchange tensors with the other ranks. All ranks make the same calls.
 
-    def __init__(self, executable: Executable, communicator: Communicator) -> None:
+    Args:
+        limits: ``variant_limits`` of the whole model; a stage may have none of the layers with variants.
+    """
+
+    def __init__(self, executable: Executable, communicator: Communicator, limits: Sequence[int] = ()) -> None:
         super().__init__(executable.variants, SEVERAL_RANKS)
-        self.communicator = communicator
+        self.communicator, self.limits = communicator, tuple(limits)
+
+    @property
+    def variant_limits(self) -> tuple[int, ...]:
+        """See ``ByTokens``; of all ranks."""
+        return self.limits
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Logits [L, V], in every rank."""
@@ -39,9 +51,15 @@ def load_rank(
     Raises:
         UserError: the model can't be shared by so many ranks.
     """
-    share = partial(PARTS[kind], rank=communicator.rank, size=communicator.size)
+    limits, where = list[int](), flag(option(kind))
+
+    def share(graph: Graph) -> Graph:
+        limits.extend(variants.limits(graph))
+        return PARTS[kind](graph, communicator.rank, communicator.size, where)
+
     with using(communicator):
-        return RankModel(artifact.executable(trust_code=trust_code, change=share), communicator)
+        executable = artifact.executable(trust_code=trust_code, change=share)
+        return RankModel(executable, communicator, limits)
 
 
 def communicator(rank: int, size: int, threads: int, region_fd: int, meeting: str) -> Communicator:

@@ -9,7 +9,7 @@ import msgspec
 from optkit.artifact.open import Artifact
 from optkit.errors import UserError
 from optkit.machine.target import usable_cores
-from optkit.parallel.sizes import PIPELINE_PARALLEL, TENSOR_PARALLEL, check_size, check_stages
+from optkit.parallel.sizes import NOT_BOTH, PIPELINE_PARALLEL, TENSOR_PARALLEL, check_size, check_stages
 from optkit.recipe.engine_options import EngineOptions, flag
 
 CHECKS = {TENSOR_PARALLEL: check_size, PIPELINE_PARALLEL: check_stages}
@@ -56,8 +56,7 @@ def sharing(artifact: Artifact, options: EngineOptions) -> Sharing:
     found = several[0]
     fix = f"{found.option} 1"
     if len(several) > 1:
-        what = "layers are shared by processes or handed out to processes, not both"
-        raise UserError(what, where=several[1].option, fix=f"{fix}, or {several[1].option} 1")
+        raise UserError(NOT_BOTH, where=several[1].option, fix=f"{fix}, or {several[1].option} 1")
     where = found.option if asked[found.kind] else str(artifact.directory)
     CHECKS[found.kind](artifact.meta(), found.size, where)
     if artifact.recipe.target != "cpu":

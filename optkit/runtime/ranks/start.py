@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from optkit.artifact.open import Artifact
-from optkit.graph.kv_layout import KVLayout, one_group
+from optkit.graph.kv_layout import KVLayout, kv_layout, one_group
 from optkit.kernels.cpu import native
 from optkit.recipe.engine_options import EngineOptions
 from optkit.runtime.embedding import Embedder
@@ -21,6 +21,8 @@ from optkit.runtime.scheduling.cost_model import CostModel
 from optkit.runtime.scheduling.drafts import Proposer
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.types import EngineRefusal
+
+STAGES_REASON = "the stages of pipeline parallel have a common block table"
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,13 @@ def start(artifact: Artifact, options: EngineOptions, shared: Sharing) -> RankZe
     except BaseException:
         ranks.close()
         raise
-    return RankZero(model, ranks, one_group(artifact.meta().states) if shared.by_layers else None)
+    return RankZero(model, ranks, layout_of_stages(artifact) if shared.by_layers else None)
+
+
+def layout_of_stages(artifact: Artifact) -> KVLayout:
+    """The KV of all layers in one group, since the stages have a common block table."""
+    states = artifact.meta().states
+    return one_group(states, reason=STAGES_REASON if any(kv_layout(states).windows) else "")
 
 
 def region_file(size: int) -> int:

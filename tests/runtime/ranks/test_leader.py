@@ -6,20 +6,23 @@ import asyncio
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
 from optkit.artifact.open import Artifact
 from optkit.errors import UserError
+from optkit.parallel.stages import Stages
 from optkit.recipe.engine_options import engine_options
 from optkit.runtime.engine import Engine
 from optkit.runtime.factory import open_engine
 from optkit.runtime.process.client import EngineClient
-from optkit.runtime.ranks.leader import RankedRunner
+from optkit.runtime.ranks.leader import JOIN_SECONDS, RankedRunner
 from optkit.runtime.types import EngineLost, EngineRefusal, SamplingParams
 from tests.support import quick
 from tests.support.engine_process import PATIENCE, request
@@ -168,12 +171,55 @@ def test_a_stage_has_the_weights_and_the_kv_of_its_layers(artifact: Path, stages
     assert runner.kv_bytes == pytest.approx(2 * own, rel=0.01)
 
 
-def test_the_end_of_a_stage_is_the_end_of_the_engine(
-    artifact: Path, caplog: pytest.LogCaptureFixture
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A float model of four layers, of which some have a window."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OPTKIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        quick.quick(patch.setattr)
+        folder = tmp_path_factory.mktemp("models") / "windowed"
+        source = save_model(folder, "gemma2", num_hidden_layers=4, sliding_window=8)
+        run(source, out := tmp_path_factory.mktemp("artifacts") / "windowed", "passes:\n  flash_attention: {}\n")
+    return out
+
+
+def test_three_stages_of_a_float_model_with_windows_give_the_tokens_of_one_process(
+    windowed: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = open_engine(str(artifact), tensor_parallel_size=1, pipeline_parallel_size=2, threads=1)
+    alone = open_engine(str(windowed), threads=1)
+    with caplog.at_level(logging.INFO):
+        engine = open_engine(str(windowed), pipeline_parallel_size=3, threads=1)
+    assert "layers with a window keep the KV of all tokens: the stages" in caplog.text
+    try:
+        for _ in range(2):  # the second time with cached prefixes
+            assert engine.generate(PROMPTS, GREEDY) == alone.generate(PROMPTS, GREEDY)
+    finally:
+        runner_of(engine).ranks.close()
+
+
+def test_a_stage_that_dies_in_a_step_ends_the_engine(
+    windowed: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 1 of 3, while the others wait for it or compute."""
+    engine = open_engine(str(windowed), pipeline_parallel_size=3, threads=1)
     ranks = runner_of(engine).ranks
-    os.kill(ranks.processes[0].pid, signal.SIGKILL)
-    with pytest.raises(EngineLost), caplog.at_level(logging.CRITICAL):
-        engine.generate([[1, 2]], GREEDY)
-    ranks.close()
+    killer = threading.Timer(0.2, os.kill, (ranks.processes[0].pid, signal.SIGKILL))
+    killer.start()
+    endless = msgspec.structs.replace(GREEDY, max_tokens=200)
+    try:
+        with pytest.raises(EngineLost, match="rank"), caplog.at_level(logging.CRITICAL):
+            for _ in range(1000):
+                engine.generate(PROMPTS, endless)
+        assert ranks.lost == "rank 1 ended with code -9"
+    finally:
+        start = time.monotonic()
+        ranks.close()
+        assert time.monotonic() - start < JOIN_SECONDS  # nobody waits for the lost rank
+
+
+def test_a_model_that_can_not_be_cut_is_refused_by_the_flag_with_the_sizes_that_work(
+    windowed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Stages, "places", lambda self, pools: [])
+    with pytest.raises(UserError, match=r"--pipeline-parallel-size: .*2 stages.*sizes that work: 1"):
+        open_engine(str(windowed), pipeline_parallel_size=2, threads=1)

@@ -59,12 +59,12 @@ def test_a_pass_that_was_rolled_back_asks_for_nothing() -> None:
         (
             artifact(),
             {"pipeline_parallel_size": 3},
-            "--pipeline-parallel-size: 2 layers with attention are no 3 stages. use at most 2",
+            "--pipeline-parallel-size: 3 stages need .* the model has 2. use at most 2",
         ),
         (
             artifact(3),
             {"pipeline_parallel_size": 2},
-            "--pipeline-parallel-size: .*not both. --tensor-parallel-size 1, or --pipeline-parallel-size 1",
+            "--pipeline-parallel-size: .*can't be combined. --tensor-parallel-size 1, or --pipeline-parallel-size 1",
         ),
     ],
 )
