@@ -46,7 +46,7 @@ class TensorParallel(Pass):
         """Find the layers that ranks share.
 
         Raises:
-            UserError: heads can't be shared out evenly, and the message has the sizes that work; or the graph has stages.
+            UserError: heads can't be shared out evenly (the message has the sizes that work), or the graph has stages.
         """
         check_alone(graph.annotations, TENSOR_PARALLEL, WHERE)
         check_size(graph.meta, self.config.size, WHERE)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from optkit.kernels.collectives import current, broadcast_sizes, shares
+from optkit.kernels.collectives import broadcast_sizes, current, shares
 from optkit.kernels.reference_pointwise import ACTIVATION_ZERO_POINT
 
 

@@ -80,7 +80,9 @@ class Stages:
         self.cuts = self.best(self.places(pools), pools, size)
         if (most := len(self.cuts) + 1) < size:
             what = f"the model can't be cut into {size} stages: layers read more of earlier ones than the hidden states"
-            raise UserError(what, where=where, fix=f"sizes that work: {', '.join(map(str, range(1, most + 1)))}")
+            raise UserError(
+                what, where=where, fix=f"sizes that work: {', '.join(map(str, range(1, most + 1)))}"
+            )
 
     def stage_of(self, node: fx.Node) -> int:
         """The stage of ``node``."""
@@ -150,10 +152,14 @@ class Stages:
             found.append(places[end - 1])
         return found[::-1]
 
+    def operands(self, start: int, end: int) -> set[fx.Node]:
+        """The operands of the nodes ``start`` to ``end``."""
+        return {each for node in self.nodes[start:end] for each in node.all_input_nodes}
+
     def costs(self, ends: Sequence[int], attentions: Sequence[int]) -> list[list[float]]:
         """Bytes of the weights that nodes between two of ``ends`` read, by first and last; infinite without KV."""
         read = [
-            {str(each.target) for node in self.nodes[start:end] for each in node.all_input_nodes if each.op == "get_attr"}
+            {str(node.target) for node in self.operands(start, end) if node.op == "get_attr"}
             for start, end in itertools.pairwise(ends)
         ]
         found = [[math.inf] * len(ends) for _ in ends]

@@ -40,7 +40,7 @@ def test_latent_kv_has_one_size() -> None:
 def test_stages_are_at_most_the_layers_with_kv_and_keep_no_recurrent_state() -> None:
     for size in (1, 2, 3):
         check_stages(meta(3, 3, 3), size, "here")
-    with pytest.raises(UserError, match="4 stages need .* the model has 3. use at most 3") as caught:
+    with pytest.raises(UserError, match=r"4 stages need .* the model has 3\. use at most 3") as caught:
         check_stages(meta(3, 3, 3), 4, "here")
     assert (caught.value.where, caught.value.fix) == ("here", "use at most 3")
     states = (KVSpec(0, 3, 8, 8), KVSpec(1, 3, 8, 8), RecurrentSpec(2, "state", (8,)))

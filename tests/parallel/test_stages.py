@@ -176,7 +176,7 @@ def test_the_cut_is_where_the_stages_are_most_even() -> None:
 
 def test_a_layer_that_reads_the_kv_of_another_stays_with_it() -> None:
     """In gemma3n the last layers read the KV of earlier ones, and other values cross every place as well."""
-    with pytest.raises(UserError, match="can't be cut into 2 stages: .*sizes that work: 1"):
+    with pytest.raises(UserError, match=r"can't be cut into 2 stages: .*sizes that work: 1"):
         stage_graph(captured("gemma3n_text"), 0, 2)
 
 

@@ -28,14 +28,18 @@ def test_the_graph_stays_that_of_one_process_and_notes_the_size() -> None:
 
 
 def test_more_stages_than_layers_are_refused() -> None:
-    with pytest.raises(UserError, match=r"pipeline_parallel\.size: 3 stages need as many layers with attention"):
+    with pytest.raises(
+        UserError, match=r"pipeline_parallel\.size: 3 stages need as many layers with attention"
+    ):
         checked(captured("llama"), "pipeline_parallel", size=3)
     for size in (0, 1, 65, 2.5):
         with pytest.raises(ValidationError):
             PipelineParallelConfig(size=size)
 
 
-@pytest.mark.parametrize("names", [("tensor_parallel", "pipeline_parallel"), ("pipeline_parallel", "tensor_parallel")])
+@pytest.mark.parametrize(
+    "names", [("tensor_parallel", "pipeline_parallel"), ("pipeline_parallel", "tensor_parallel")]
+)
 def test_a_graph_that_ranks_share_is_refused(names: tuple[str, str]) -> None:
     graph = captured("llama")
     optimization, plan = checked(graph, names[0], size=2)

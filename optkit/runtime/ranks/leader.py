@@ -170,7 +170,8 @@ class RankedRunner(ModelRunner):
             with uncancellable():
                 return super().execute(batch)
         except Exception as error:
-            logger.exception("a step of %d ranks failed", self.ranks.size)
+            if self.ranks.lost is None:  # else the reason is known, and is no fault of the step
+                logger.exception("a step of %d ranks failed", self.ranks.size)
             raise EngineLost(self.ranks.lost or f"a step failed: {error}") from error
 
     def run(self, arrays: Mapping[str, np.ndarray]) -> Any:

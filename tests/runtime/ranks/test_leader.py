@@ -179,7 +179,11 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         quick.quick(patch.setattr)
         folder = tmp_path_factory.mktemp("models") / "windowed"
         source = save_model(folder, "gemma2", num_hidden_layers=4, sliding_window=8)
-        run(source, out := tmp_path_factory.mktemp("artifacts") / "windowed", "passes:\n  flash_attention: {}\n")
+        run(
+            source,
+            out := tmp_path_factory.mktemp("artifacts") / "windowed",
+            "passes:\n  flash_attention: {}\n",
+        )
     return out
 
 
