@@ -2,8 +2,8 @@
 
 The graph is cut between nodes where one or two float values of a row a token cross, and no layer's KV is read on both
 sides. Between two attentions the narrowest cuts count; of all these the chosen ones leave the largest stage as few
-bytes of weights as possible. Weights that two stages read (a token embedding that is also the output head) count in
-both. Rotary angles and other values of the positions alone are computed by every stage with a reader.
+bytes of weights as possible. A token embedding that is also the output head counts in the first and in the last stage.
+Rotary angles and other values of the positions alone are computed by every stage with a reader.
 
 All stages are ranks that run the same exchanges in the same order: a stage without anything to compute yet waits in
 the exchange.

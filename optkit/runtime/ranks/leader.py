@@ -156,7 +156,9 @@ class RankedRunner(ModelRunner):
         super().__init__(model, num_blocks, block_size, layout=layout)
         self.ranks, self.num_ranks, self.weight_bytes = ranks, ranks.size, ranks.weight_bytes
         self.kv_bytes = self.kv_bytes * ranks.size if kv_bytes is None else kv_bytes
-        self.workspace_bytes = lambda tokens, rows: ranks.size * model.workspace_bytes(tokens, rows)
+        self.workspace_bytes = lambda num_tokens, num_rows: (
+            ranks.size * model.workspace_bytes(num_tokens, num_rows)
+        )
         self.is_multi_step = False  # the other ranks take each step from here
         ranks.send(Allocate(num_blocks, block_size, self.kv_windows))
 
