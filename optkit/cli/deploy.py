@@ -246,14 +246,14 @@ def deploy(
     from optkit.artifact.manifest import content_digest
     from optkit.artifact.open import Artifact
     from optkit.fleet.autoscale import AutoscaleConfig
-    from optkit.fleet.config import FleetConfig, HttpConfig
+    from optkit.fleet.config import FleetConfig, HttpConfig, threads_and_cpus
     from optkit.fleet.manifests import Pods, ray_service, replicas_name, serve_config
 
     opened = Artifact.open(artifact)
     if max_replicas is not None and max_replicas < replicas:
         raise UserError(f"it is below --replicas {replicas}", where=f"--max-replicas {max_replicas}")
     check_prefill(prefill, replicas)
-    threads = engine_options.get("threads") or opened.recipe.serving.threads or 1
+    threads, cores = threads_and_cpus(opened, engine_options, 1)
     config = FleetConfig(
         name=name,
         artifact=path_on_nodes or str(artifact.resolve()),
@@ -261,7 +261,7 @@ def deploy(
         engine={**engine_options, "threads": threads},
         replicas=replicas,
         servers=servers,
-        cpus=cpus or float(threads),
+        cpus=cpus or float(cores),
         prefill=prefill,
         gpus=(0.0 if opened.recipe.target == "cpu" else 1.0) if gpus is None else gpus,
         drain_seconds=request_timeout or 3600.0,

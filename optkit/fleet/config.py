@@ -16,10 +16,10 @@ from optkit.artifact.manifest import content_digest
 from optkit.artifact.open import Artifact
 from optkit.errors import UserError
 from optkit.fleet.autoscale import AutoscaleConfig
-from optkit.machine.target import usable_cores
 from optkit.recipe.engine_options import checked, engine_options
 from optkit.runtime.kv.events import for_rank
 from optkit.runtime.process.launch import DEFAULT_FACTORY
+from optkit.runtime.ranks.size import sharing
 from optkit.serve.server import ServeOptions
 
 
@@ -189,6 +189,19 @@ def read_config(args: Mapping[str, Any]) -> FleetConfig:
     return config
 
 
-def threads_each(artifact: Artifact, engine: Mapping[str, Any], replicas: int) -> int:
-    """The compute threads of each of ``replicas`` on the local machine: the given number, else a share of the cores."""
-    return engine_options(artifact.recipe, engine).threads or max(1, usable_cores() // replicas)
+def threads_and_cpus(artifact: Artifact, engine: Mapping[str, Any], cores: int) -> tuple[int, int]:
+    """The compute threads of a process of a replica, and the cores for all processes of a replica at once.
+
+    Ranks that share layers compute at once, stages in turn.
+
+    Args:
+        cores: for a replica, where neither ``engine`` nor the recipe has a number of threads.
+
+    Raises:
+        UserError: the model can't be shared by so many ranks.
+    """
+    options = engine_options(artifact.recipe, engine)
+    shared = sharing(artifact, options)
+    at_once = 1 if shared.by_layers else shared.size
+    threads = options.threads or max(1, cores // at_once)
+    return threads, threads * at_once

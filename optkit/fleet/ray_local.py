@@ -20,11 +20,12 @@ from optkit.artifact.open import Artifact
 from optkit.errors import UserError, first_line
 from optkit.fleet.call_thread import CallThread
 from optkit.fleet.cluster import reason_in
-from optkit.fleet.config import FleetConfig, threads_each
+from optkit.fleet.config import FleetConfig, threads_and_cpus
 from optkit.fleet.engine import FleetEngine
 from optkit.fleet.router import Router
 from optkit.fleet.secrets import digest_secret
 from optkit.fleet.server import fleet_app
+from optkit.machine.target import usable_cores
 from optkit.serve.http.address import bind
 from optkit.serve.process import ServerProcess, loop_factory, print_line
 from optkit.serve.server import ServeOptions, check, describe_memory
@@ -71,14 +72,14 @@ def run(
     check(options)
     with bind(options.host, options.port) as sock:
         artifact = Artifact.open(directory)
-        threads = threads_each(artifact, options.engine, replicas)
+        threads, cpus = threads_and_cpus(artifact, options.engine, max(1, usable_cores() // replicas))
         config = FleetConfig(
             artifact=str(directory.resolve()),
             digest=content_digest(artifact.manifest),
             engine={**options.engine, "threads": threads},
             replicas=replicas,
             prefill=prefill,
-            cpus=threads,
+            cpus=cpus,
             gpus=0 if artifact.recipe.target == "cpu" else 1,
             drain_seconds=options.request_timeout or 600.0,
         )

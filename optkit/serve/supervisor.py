@@ -1,11 +1,11 @@
 """Engine supervisor: starts a new engine when the process of the last engine died or hangs.
 
-A process hangs without messages and without processor time: an engine in a long step stays healthy. When the process
-dies, every open stream ends with an error at once (``EngineClient``). Until the new engine is ready the server
-answers 503 with Retry-After and is not ready, but live: killing the server would only prolong the outage. The first
-restart is immediate, each further restart within ``WINDOW_SECONDS`` waits twice as long as the last. After
-``MAX_RESTARTS`` restarts the supervisor gives up and the server ends, because trying again does not cure a lasting
-fault. ``optkit.serve.quarantine`` finds a request behind the deaths.
+An engine hangs without messages and without processor time, of its own and of its ranks: an engine in a long step stays
+healthy. When the process dies, every open stream ends with an error at once (``EngineClient``). Until the new engine
+is ready the server answers 503 with Retry-After and is not ready, but live: killing the server would only prolong the
+outage. The first restart is immediate, each further restart within ``WINDOW_SECONDS`` waits twice as long as the last.
+After ``MAX_RESTARTS`` restarts the supervisor gives up and the server ends, because trying again does not cure a
+lasting fault. ``optkit.serve.quarantine`` finds a request behind the deaths.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger("optkit.serve")
 MAX_RESTARTS, WINDOW_SECONDS = 3, 300.0
 BACKOFF_SECONDS = 1.0  # before the second restart
 CHECK_SECONDS = 1.0  # between two looks at the engine
-HUNG_TIMEOUT_SECONDS = 10.0  # without processor time, after which a silent process is taken for hung
+HUNG_TIMEOUT_SECONDS = 10.0  # without processor time, after which a silent engine is taken for hung
 
 
 class EngineSupervisor:
@@ -216,9 +216,14 @@ class EngineSupervisor:
 
 
 def cpu_seconds(pid: int | None) -> float:
-    """Processor time of a process so far; NaN, which equals nothing, without /proc (not Linux)."""
+    """Processor time of a process and of its children, the ranks, so far.
+
+    NaN, which equals nothing, without /proc (not Linux).
+    """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        lists = [file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children")]
+        pids = [str(pid), *(child for found in lists for child in found.split())]
+        stats = [Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split() for each in pids]
     except OSError:
         return math.nan
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return sum(int(fields[11]) + int(fields[12]) for fields in stats) / os.sysconf("SC_CLK_TCK")

@@ -14,6 +14,7 @@ from optkit.cli.main import run
 from optkit.fleet import cluster, update
 from optkit.fleet.config import FleetConfig, read_config
 from optkit.fleet.manifests import serve_config
+from tests.parallel.test_sizes import meta
 from tests.support.fake_serve import FakeServe
 from tests.support.sample_artifact import fake_artifact
 
@@ -101,6 +102,15 @@ def test_refusals_are_one_line(artifact: Path, tmp_path: Path, capsys: pytest.Ca
     assert "nowhere" in capsys.readouterr().err
     assert run(["deploy", str(artifact), "--address", "head:8265"]) == 2
     assert "URL of its dashboard" in capsys.readouterr().err
+
+
+def test_ranks_that_the_model_does_not_have_are_refused_before_anything_is_printed(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Artifact, "meta", lambda self: meta(2, 2))
+    assert run(["deploy", str(artifact), "--pipeline-parallel-size", "3", "--print", "serve"]) == 2
+    found = capsys.readouterr()
+    assert not found.out and "--pipeline-parallel-size: 3 stages need" in found.err
 
 
 def test_another_artifact_is_rolled_out_or_replaces_the_old_one(

@@ -9,8 +9,8 @@ import pytest
 from optkit.artifact.manifest import content_digest
 from optkit.artifact.open import Artifact
 from optkit.errors import UserError
-from optkit.fleet.config import FleetConfig, HttpConfig, read_config, threads_each
-from optkit.machine.target import usable_cores
+from optkit.fleet.config import FleetConfig, HttpConfig, read_config, threads_and_cpus
+from tests.parallel.test_sizes import meta
 from tests.support.sample_artifact import fake_artifact
 
 
@@ -50,8 +50,16 @@ def test_a_node_with_another_artifact_refuses(made_artifact: Path) -> None:
         FleetConfig(artifact=str(made_artifact), digest="0" * 64).open()
 
 
-def test_replicas_share_the_cores(made_artifact: Path) -> None:
-    artifact, cores = Artifact.open(made_artifact), usable_cores()
-    assert threads_each(artifact, {}, 1) == cores
-    assert threads_each(artifact, {}, 10 * cores) == 1
-    assert threads_each(artifact, {"threads": 3}, 2) == 3
+def test_a_replica_has_cores_for_all_ranks_that_compute_at_once(
+    made_artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Artifact, "meta", lambda self: meta(2, 2))
+    artifact = Artifact.open(made_artifact)
+    assert threads_and_cpus(artifact, {}, 4) == (4, 4)
+    assert threads_and_cpus(artifact, {"threads": 3}, 4) == (3, 3)
+    assert threads_and_cpus(artifact, {"tensor_parallel_size": 2}, 4) == (2, 4)
+    assert threads_and_cpus(artifact, {"tensor_parallel_size": 2}, 1) == (1, 2)
+    assert threads_and_cpus(artifact, {"tensor_parallel_size": 2, "threads": 3}, 4) == (3, 6)
+    assert threads_and_cpus(artifact, {"pipeline_parallel_size": 2}, 4) == (4, 4)
+    with pytest.raises(UserError, match=r"--pipeline-parallel-size: .*use at most"):
+        threads_and_cpus(artifact, {"pipeline_parallel_size": 60}, 4)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -38,6 +40,21 @@ def test_processor_time_grows_with_work_and_is_unknown_of_nobody() -> None:
     while cpu_seconds(os.getpid()) <= before:
         sum(range(100_000))
     assert math.isnan(cpu_seconds(None))
+
+
+def test_processor_time_of_a_child_counts() -> None:
+    """A stage computes while rank 0 waits."""
+    child = [
+        sys.executable,
+        "-c",
+        "import time\nwhile time.process_time() < 0.5: pass\nprint(1, flush=True)\ninput()",
+    ]
+    parent = [sys.executable, "-c", f"import subprocess\nsubprocess.run({child!r})"]
+    with subprocess.Popen(parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert cpu_seconds(process.pid) > 0.5
+        process.communicate(b"\n")
 
 
 class Client:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 LEASE_SECONDS = 10.0  # of a block without progress
 NO_CACHE = "the prefix cache is off"
 RECURRENT = "the model has recurrent states, which are no part of blocks"
-RANKS = "each process of a model in tensor parallel has a part of every block"
+RANKS = "each of the model's ranks has a part of every block"
 
 
 @dataclass(frozen=True)

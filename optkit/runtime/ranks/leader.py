@@ -19,6 +19,7 @@ from optkit.cancellation import uncancellable
 from optkit.errors import UserError
 from optkit.graph.kv_layout import KVLayout
 from optkit.kernels.collectives import Communicator
+from optkit.kernels.cpu import native
 from optkit.runtime.ranks import messages
 from optkit.runtime.ranks.messages import Allocate, Failed, Load, RankGone, Step
 from optkit.runtime.ranks.model import RankModel
@@ -37,7 +38,7 @@ class Ranks:
 
     Attributes:
         weight_bytes: of all ranks, rank 0 included.
-        folder: of ``meeting``, private.
+        folder: of ``meeting``, private; None for ranks with shared memory.
         lost: the reason for the unwanted end of a rank.
     """
 
@@ -45,9 +46,7 @@ class Ranks:
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     sockets: list[socket.socket] = field(default_factory=list)
     weight_bytes: int = 0
-    folder: tempfile.TemporaryDirectory[str] = field(
-        default_factory=lambda: tempfile.TemporaryDirectory("-optkit")
-    )
+    folder: tempfile.TemporaryDirectory[str] | None = None
     lost: str | None = None
     communicator: Communicator | None = None
     closing: bool = False
@@ -58,6 +57,8 @@ class Ranks:
     ) -> Ranks:
         """Start the processes, which load their shares meanwhile."""
         ranks = Ranks(shared.size)
+        if not native.available():
+            ranks.folder = tempfile.TemporaryDirectory("-optkit")
         for rank in range(1, shared.size):
             ours, theirs = socket.socketpair()
             command = [sys.executable, "-P", "-m", "optkit.runtime.ranks.follower", f"--fd={theirs.fileno()}"]
@@ -74,8 +75,8 @@ class Ranks:
 
     @property
     def meeting(self) -> str:
-        """The file in which ranks without shared memory meet."""
-        return os.path.join(self.folder.name, "meeting")
+        """The file in which ranks without shared memory meet, or nothing."""
+        return os.path.join(self.folder.name, "meeting") if self.folder else ""
 
     def watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         """Wait for the end of a rank; then exchanges of rank 0 fail at once."""
@@ -135,7 +136,8 @@ class Ranks:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        self.folder.cleanup()
+        if self.folder:
+            self.folder.cleanup()
 
 
 class RankedRunner(ModelRunner):

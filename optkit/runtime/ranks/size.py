@@ -12,6 +12,10 @@ from optkit.machine.target import usable_cores
 from optkit.parallel.sizes import NOT_BOTH, PIPELINE_PARALLEL, TENSOR_PARALLEL, check_size, check_stages
 from optkit.recipe.engine_options import EngineOptions, flag
 
+NOT_WITH_RANKS = {
+    "kv_offload_bytes": "ranks do not offload KV",
+    "rolling_window": "ranks keep the KV of all tokens",
+}
 CHECKS = {TENSOR_PARALLEL: check_size, PIPELINE_PARALLEL: check_stages}
 
 
@@ -61,10 +65,9 @@ def sharing(artifact: Artifact, options: EngineOptions) -> Sharing:
     CHECKS[found.kind](artifact.meta(), found.size, where)
     if artifact.recipe.target != "cpu":
         raise UserError("ranks are served on CPUs alone", where=where, fix=fix)
-    if options.kv_offload_bytes:
-        raise UserError(
-            "ranks do not offload KV", where=flag("kv_offload_bytes"), fix=f"leave it out, or {fix}"
-        )
+    for name, what in NOT_WITH_RANKS.items():
+        if getattr(options, name):
+            raise UserError(what, where=flag(name), fix=f"leave it out, or {fix}")
     return found
 
 
