@@ -18,6 +18,7 @@ from functools import partial
 
 import torch
 
+from optkit.errors import UserError
 from optkit.graph.shapes import Point
 from optkit.lowering.lower import Executable
 from optkit.machine.target import get_target
@@ -78,6 +79,21 @@ def workload_points(recipe: Recipe) -> list[Point]:
     longest = max(workload.prompt_tokens)
     prefills = [Point(n, 1, n) for n in workload.prompt_tokens]
     return [*prefills, Point(workload.batch, workload.batch, longest + 1)]
+
+
+def check_workload(recipe: Recipe, context: int) -> None:
+    """Refuse a workload with longer requests than the ``context`` of the model, in tokens.
+
+    Raises:
+        UserError: the longest prompt and a token of the answer do not fit.
+    """
+    longest = max(recipe.workload.prompt_tokens)
+    if longest >= context:
+        raise UserError(
+            f"a prompt of {longest} tokens leaves no room for an answer: the model's context is {context} tokens",
+            where="workload.prompt_tokens",
+            fix=f"use prompts of at most {context - 1} tokens",
+        )
 
 
 Sum = Sequence[

@@ -18,6 +18,7 @@ from optkit.checkpoint.text_files import notes_on_tokenizer, refuse_broken_token
 from optkit.checkpoint.validate import validate_checkpoint
 from optkit.evaluation.limits import FINAL_TOKENS
 from optkit.evaluation.long.check import check_long
+from optkit.evaluation.speed import check_workload
 from optkit.evaluation.text import check_text
 from optkit.graph.ir import Graph
 from optkit.machine.present import present_target
@@ -72,6 +73,7 @@ class Pipeline:
         """The capture and every pass in order; and each choice between candidates, by label of the recipe."""
         states, passes, after_inexact = [self.capture(cache)], list[ResolvedPass](), False
         directory, reference = self.source.directory, states[0].graph
+        check_workload(self.recipe, reference.meta.max_model_len)
         measurement = Measurement(
             directory,
             self.recipe,

@@ -17,7 +17,7 @@ from optkit.checkpoint.text_files import notes_on_tokenizer, refuse_broken_token
 from optkit.checkpoint.validate import validate_checkpoint
 from optkit.errors import UserError
 from optkit.evaluation.limits import FINAL_TOKENS
-from optkit.evaluation.speed import workload_points
+from optkit.evaluation.speed import check_workload, workload_points
 from optkit.graph.ir import Graph
 from optkit.machine.present import planning_target
 from optkit.machine.target import Target
@@ -73,6 +73,7 @@ def dry_run(
     target, about_target = planning_target(recipe.target)
     progress("capturing the model without weights")
     graph = capture_planned(source.directory, recipe.runtime.max_model_len, source.adapters)
+    check_workload(recipe, graph.meta.max_model_len)
     captured = graph
     baseline = {label: after for label, (_, after) in predict(graph, graph, recipe, target).items()}
     passes, alternatives = list[dict[str, Any]](), dict[str, list[dict[str, Any]]]()

@@ -8,8 +8,16 @@ from functools import partial
 import numpy as np
 import pytest
 
+from optkit.errors import UserError
 from optkit.evaluation import speed
-from optkit.evaluation.speed import StepTime, interleaved, measure_pair, step_function, workload_points
+from optkit.evaluation.speed import (
+    StepTime,
+    check_workload,
+    interleaved,
+    measure_pair,
+    step_function,
+    workload_points,
+)
 from optkit.graph.shapes import Point
 from optkit.lowering.lower import lower
 from optkit.recipe.load import parse_recipe
@@ -25,6 +33,13 @@ def test_timing_of_gives_median_and_quartiles_as_numpy() -> None:
 def test_workload_points_are_a_prefill_for_each_length_and_a_decode_behind_the_longest() -> None:
     text = "schema_version: 1\nname: a\npasses: {}\nworkload: {prompt_tokens: [100, 7], batch: 3}\n"
     assert workload_points(parse_recipe(text)) == [Point(100, 1, 100), Point(7, 1, 7), Point(3, 3, 101)]
+
+
+def test_a_workload_beyond_the_context_of_the_model_is_refused() -> None:
+    recipe = parse_recipe("schema_version: 1\nname: a\npasses: {}\nworkload: {prompt_tokens: [100, 7]}\n")
+    check_workload(recipe, 101)
+    with pytest.raises(UserError, match=r"workload\.prompt_tokens: .* 100 tokens .* is 100 .* at most 99"):
+        check_workload(recipe, 100)
 
 
 @pytest.fixture
