@@ -123,13 +123,13 @@ class Ranks:
         if self.lost is not None:
             raise EngineLost(self.lost)
 
-    def close(self) -> None:
-        """End the ranks."""
+    def close(self, *, at_once: bool = False) -> None:
+        """End the ranks, which leave by themselves unless ``at_once``."""
         self.closing = True
         for sock in self.sockets:
             sock.close()
         for process in self.processes:
-            if self.lost is not None:
+            if at_once or self.lost is not None:
                 process.kill()  # it may wait for the lost rank in an exchange
             try:
                 process.wait(JOIN_SECONDS)

@@ -54,7 +54,7 @@ def start(artifact: Artifact, options: EngineOptions, shared: Sharing) -> RankZe
         model = load_rank(artifact, own, shared.kind, trust_code=options.trust_artifact_code)
         ranks.weight_bytes = model.weight_bytes + ranks.wait_loaded()
     except BaseException:
-        ranks.close()
+        ranks.close(at_once=True)
         raise
     return RankZero(model, ranks, layout_of_stages(artifact) if shared.by_layers else None)
 
