@@ -30,7 +30,13 @@ OPTKIT_TARGET inline void widen_keys(const Problem& p, const Scratch& scratch, f
         const float scale = scratch.k_scale[j];
         if (p.interleaved) {
             const auto* codes = reinterpret_cast<const uint8_t*>(scratch.key_lines.of[j / kLanes] + j % kLanes);
-            for (int d = 0; d < p.dim; ++d) to[d] = static_cast<float>(codes[d / 4 * 4 * p.block_size + d % 4] - 128) * scale;
+            const int whole = p.dim / 4 * 4;
+            for (int d = 0; d < whole; d += 4) {  // four neighbours are one conversion
+                const uint8_t* four = codes + d * p.block_size;
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; ++i) to[d + i] = static_cast<float>(four[i] - 128) * scale;
+            }
+            for (int d = whole; d < p.dim; ++d) to[d] = static_cast<float>(codes[whole * p.block_size + d - whole] - 128) * scale;
         } else if (p.int8_cache) {
             const auto* codes = reinterpret_cast<const int8_t*>(scratch.keys[j]);
             for (int d = 0; d < p.dim; ++d) to[d] = static_cast<float>(codes[d]) * scale;
