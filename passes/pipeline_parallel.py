@@ -9,8 +9,8 @@ Exact: the ops of the graph run on the same numbers as in one process; rotary an
 Predicted gain: none in time. Weights and KV of a rank fall to about 1 / size, for a model that one process may not
 hold; a table that is token embedding and output head at once stands in the first and in the last stage. The stages
 compute one after the other, each with all cores. Price: an exchange of the hidden states at each cut, and one of the
-logits: a token of a small model on two cores takes 1.2 times as long in two stages, 1.6 times in three, and a prompt as
-long. Tensor parallel (``tensor_parallel``) divides the work, too, but needs KV heads that divide.
+logits: a token of a small model on two cores takes 1.2 times as long in two stages, 1.6 times in three, a prompt 1.1
+times. Tensor parallel (``tensor_parallel``) divides the work, too, but needs KV heads that divide.
 """
 
 from __future__ import annotations
