@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from optkit.errors import UserError
@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 # In a graph's annotations: the number of ranks that share each layer, or that have some of the layers each.
 TENSOR_PARALLEL, PIPELINE_PARALLEL = "tensor_parallel", "pipeline_parallel"
 NOT_BOTH = "tensor parallel and pipeline parallel can't be combined"
+
+
+def that_work(sizes: Iterable[int]) -> str:
+    """The advice to use one of ``sizes``."""
+    return f"sizes that work: {', '.join(map(str, sizes))}"
 
 
 def good_sizes(meta: GraphMeta) -> list[int]:
@@ -32,13 +37,13 @@ def check_size(meta: GraphMeta, size: int, where: str) -> None:
     """
     if size == 1:
         return
-    fix = f"sizes that work: {', '.join(map(str, good_sizes(meta)))}"
+    fix = that_work(good_sizes(meta))
     if meta.recurrent_specs:
         what = "tensor parallel does not support recurrent layers"
-        raise UserError(what, where=where, fix="sizes that work: 1")
+        raise UserError(what, where=where, fix=that_work([1]))
     if any(spec.latent for spec in meta.kv_specs):
         what = "latent KV has one head, which all queries read, and is not shared by ranks"
-        raise UserError(what, where=where, fix="sizes that work: 1")
+        raise UserError(what, where=where, fix=that_work([1]))
     if size not in good_sizes(meta):
         heads = sorted({spec.num_kv_heads for spec in meta.kv_specs})
         many = " and ".join(map(str, heads))
@@ -55,7 +60,7 @@ def check_stages(meta: GraphMeta, size: int, where: str) -> None:
         return
     if meta.recurrent_specs:
         what = "pipeline parallel does not support recurrent layers"
-        raise UserError(what, where=where, fix="sizes that work: 1")
+        raise UserError(what, where=where, fix=that_work([1]))
     most = min(len(meta.kv_specs), MAX_RANKS)
     if size > most:
         what = f"{size} stages need as many layers with attention, and the model has {len(meta.kv_specs)}"

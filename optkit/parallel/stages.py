@@ -26,7 +26,7 @@ from optkit.graph.verify import verify
 from optkit.kernels import reference
 from optkit.parallel.plan import PROBE, PROBE_BLOCK
 from optkit.parallel.rank_graph import clone_for_rank
-from optkit.parallel.sizes import PIPELINE_PARALLEL, check_stages
+from optkit.parallel.sizes import PIPELINE_PARALLEL, check_stages, that_work
 
 MOST_CROSSING = 2  # values over a cut: the states and, before a fused addition, the result of the last layer
 
@@ -80,9 +80,7 @@ class Stages:
         self.cuts = self.best(self.places(pools), pools, size)
         if (most := len(self.cuts) + 1) < size:
             what = f"the model can't be cut into {size} stages: layers read more of earlier ones than the hidden states"
-            raise UserError(
-                what, where=where, fix=f"sizes that work: {', '.join(map(str, range(1, most + 1)))}"
-            )
+            raise UserError(what, where=where, fix=that_work(range(1, most + 1)))
 
     def stage_of(self, node: fx.Node) -> int:
         """The stage of ``node``."""

@@ -16,7 +16,7 @@ from optkit.kernels import reference
 from optkit.kernels.cpu import native
 from optkit.kernels.cpu.shared_memory import SharedRank, SharedRegion
 from optkit.lowering.dense import dense_inputs
-from optkit.lowering.lower import lower
+from optkit.lowering.lower import Executable, lower
 from optkit.machine.target import Target
 from optkit.parallel.check import compare, rank_logits
 from optkit.parallel.in_threads import in_threads
@@ -26,6 +26,7 @@ from tests.support.architectures import tiny_model
 from tests.support.graphs import apply, captured, random_ids
 from tests.support.target import TARGET
 
+NATIVE = pytest.mark.skipif(not native.available(), reason="native kernels are missing")
 BOTH = pytest.mark.parametrize("target", [None, TARGET], ids=["reference", "native"])
 FUSIONS = ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "select_logits_rows")
 CUT_IN_TWO = [
@@ -73,22 +74,43 @@ def test_layers_in_two_forms_keep_both(length: int) -> None:
     assert compare(graph, 3, prompt(length), TARGET, stage_graph).is_equal
 
 
-@pytest.mark.parametrize("length", [1, 200])
-@pytest.mark.skipif(not native.available(), reason="native kernels are missing")
-def test_a_step_of_a_stage_is_one_native_program_with_its_exchanges(length: int) -> None:
-    graph, size = int8(), 3
+def in_shared_memory(graph: Graph, size: int, length: int) -> list[tuple[Tensor, Executable]]:
+    """The logits and the lowered graph of each of ``size`` stages, which exchange values as processes do."""
     region, ids = SharedRegion(size), prompt(length)
     ranks = [SharedRank(region, rank, spin=1e-6) for rank in range(size)]
 
-    def run(rank: int) -> tuple[Tensor, int]:
+    def run(rank: int) -> tuple[Tensor, Executable]:
         model = lower(stage_graph(graph, rank, size), TARGET)
         with torch.inference_mode():
-            (variant,) = model.variants
-            return model(dense_inputs([length], ids, model.states)), len(variant.programs)
+            return model(dense_inputs([length], ids, model.states)), model
 
-    expected = lower(graph, TARGET)(dense_inputs([length], ids, graph.meta.states))
-    for logits, programs in in_threads(run, size, ranks):
-        assert torch.equal(logits, expected) and programs == 1
+    return in_threads(run, size, ranks)
+
+
+def in_one_process(graph: Graph, length: int) -> Tensor:
+    """The logits of the uncut graph."""
+    return lower(graph, TARGET)(dense_inputs([length], prompt(length), graph.meta.states))
+
+
+@pytest.mark.parametrize("length", [1, 200])
+@NATIVE
+def test_a_step_of_a_stage_is_one_native_program_with_its_exchanges(length: int) -> None:
+    graph = int8()
+    expected = in_one_process(graph, length)
+    for logits, model in in_shared_memory(graph, 3, length):
+        (variant,) = model.variants
+        assert torch.equal(logits, expected) and len(variant.programs) == 1
+
+
+@pytest.mark.parametrize("length", [1, 200])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@NATIVE
+def test_float_stages_in_shared_memory_give_the_bits_of_one_process(name: str, length: int) -> None:
+    """Products in torch between short native programs, and exchanges outside of programs."""
+    graph = captured(name, num_hidden_layers=4)
+    expected = in_one_process(graph, length)
+    for logits, _ in in_shared_memory(graph, 3, length):
+        assert torch.equal(logits, expected)
 
 
 def test_each_stage_has_its_layers_and_every_layer_has_a_stage() -> None:
@@ -117,25 +139,6 @@ def test_all_stages_run_the_same_exchanges_in_the_same_order() -> None:
     for rank, part in enumerate(parts):
         given = [node.args[4] for node in part.calls(reference.broadcast) if node.args[1] is not None]
         assert set(given) == {rank}
-
-
-@pytest.mark.parametrize("length", [1, 200])
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
-@pytest.mark.skipif(not native.available(), reason="native kernels are missing")
-def test_float_stages_in_shared_memory_give_the_bits_of_one_process(name: str, length: int) -> None:
-    """Products in torch between short native programs, and exchanges outside of programs."""
-    graph, size = captured(name, num_hidden_layers=4), 3
-    region, ids = SharedRegion(size), prompt(length)
-    ranks = [SharedRank(region, rank, spin=1e-6) for rank in range(size)]
-
-    def run(rank: int) -> Tensor:
-        model = lower(stage_graph(graph, rank, size), TARGET)
-        with torch.inference_mode():
-            return model(dense_inputs([length], ids, model.states))
-
-    expected = lower(graph, TARGET)(dense_inputs([length], ids, graph.meta.states))
-    for logits in in_threads(run, size, ranks):
-        assert torch.equal(logits, expected)
 
 
 @pytest.mark.parametrize("is_tied", [False, True])

@@ -30,13 +30,11 @@ OPTKIT_TARGET inline void widen_keys(const Problem& p, const Scratch& scratch, f
         const float scale = scratch.k_scale[j];
         if (p.interleaved) {
             const auto* codes = reinterpret_cast<const uint8_t*>(scratch.key_lines.of[j / kLanes] + j % kLanes);
-            const int whole = p.dim / 4 * 4;
-            for (int d = 0; d < whole; d += 4) {  // four neighbours are one conversion
-                const uint8_t* four = codes + d * p.block_size;
+            const int words = p.dim / 4;  // whole: see interleaves
+            for (int word = 0; word < words; ++word)
 #pragma GCC unroll 4
-                for (int i = 0; i < 4; ++i) to[d + i] = static_cast<float>(four[i] - 128) * scale;
-            }
-            for (int d = whole; d < p.dim; ++d) to[d] = static_cast<float>(codes[whole * p.block_size + d - whole] - 128) * scale;
+                for (int i = 0; i < 4; ++i)
+                    to[4 * word + i] = static_cast<float>(codes[4 * word * p.block_size + i] - 128) * scale;
         } else if (p.int8_cache) {
             const auto* codes = reinterpret_cast<const int8_t*>(scratch.keys[j]);
             for (int d = 0; d < p.dim; ++d) to[d] = static_cast<float>(codes[d]) * scale;

@@ -28,9 +28,7 @@ class RankModel(Executable):
         limits: ``variant_limits`` of the whole model; a stage may have none of the layers with variants.
     """
 
-    def __init__(
-        self, executable: Executable, communicator: Communicator, limits: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, executable: Executable, communicator: Communicator, limits: Sequence[int]) -> None:
         super().__init__(executable.variants, SEVERAL_RANKS)
         self.communicator, self.limits = communicator, tuple(limits)
 
