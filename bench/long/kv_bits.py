@@ -52,7 +52,7 @@ STEPS, ROUNDS = 24, 8
 
 @dataclass(frozen=True)
 class Times:
-    """Medians of each round in seconds: steps of the engine by length of the context, and reading KV in a step."""
+    """Each round, in seconds: a step of the engine on average, by length of the context, and the median of reading KV in a step."""
 
     steps: Mapping[int, Sequence[float]]
     reading: Sequence[float]
@@ -82,7 +82,7 @@ def ids(length: int) -> list[int]:
 
 
 def step_seconds(engine: Engine, lengths: Sequence[int]) -> dict[int, list[float]]:
-    """The time of a decode step behind each of ``lengths`` tokens: the median of each round, in turn."""
+    """The time of a decode step behind each of ``lengths`` tokens: the mean of each round, in turn."""
     times: dict[int, list[float]] = {length: [] for length in lengths}
     params = SamplingParams(max_tokens=STEPS, temperature=0.0)
     for number in range(ROUNDS):
@@ -93,12 +93,10 @@ def step_seconds(engine: Engine, lengths: Sequence[int]) -> dict[int, list[float
             )
             while not engine.step():
                 pass
-            seconds = list[float]()
-            while engine.has_work:
-                start = time.perf_counter()
-                engine.step()
-                seconds.append(time.perf_counter() - start)
-            times[length].append(statistics.median(seconds))
+            tokens, start = 0, time.perf_counter()
+            while engine.has_work:  # a call may run several steps
+                tokens += sum(len(output.token_ids) for output in engine.step())
+            times[length].append((time.perf_counter() - start) / tokens)
     return times
 
 
