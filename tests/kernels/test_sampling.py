@@ -229,3 +229,47 @@ def test_row_refuses_what_native_code_would_misread() -> None:
             sampling.row(right, 8, 1.0, 0, 1.0, 0.0, 0.5, mask)
     with pytest.raises(struct.error):
         sampling.row(right, 8, 1.0, 2**40, 1.0, 0.0, 0.5)
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    width=st.sampled_from((*WIDTHS, 3, 256, 1024)),
+    most=st.integers(1, 9),
+    levels=st.sampled_from((3, 50, 1 << 20)),
+    excluded=st.sampled_from((0.0, 0.5, 0.999)),
+)
+@settings(max_examples=60, deadline=None)
+def test_likeliest_are_the_first_of_a_stable_sort(
+    seed: int, width: int, most: int, levels: int, excluded: float
+) -> None:
+    dice = np.random.default_rng(seed)
+    logits = dice.integers(0, levels, (3, width)).astype(np.float32)  # few levels: many ties
+    logits[dice.random(logits.shape) < excluded] = -math.inf
+    rows = [2, 0]
+    for isa in native.usable_isas():
+        native.set_isa(isa)
+        try:
+            found = sampling.likeliest(logits, rows, most).tolist()
+        finally:
+            native.set_isa(None)
+        for row, tokens in zip(rows, found, strict=True):
+            order = np.argsort(-logits[row], kind="stable")
+            expected = [token for token in order[:most].tolist() if logits[row, token] > -math.inf]
+            assert tokens == expected + [-1] * (most - len(expected)), isa
+
+
+def test_likeliest_survive_logits_that_are_no_numbers(isa: str) -> None:
+    dice = np.random.default_rng(1)
+    logits = dice.standard_normal((1, 5000), dtype=np.float32)
+    logits[dice.random(logits.shape) < 0.5] = math.nan
+    found = sampling.likeliest(logits, [0], 4)[0]
+    assert all(token == -1 or 0 <= token < 5000 for token in found)
+
+
+def test_likeliest_refuse_rows_beyond_the_logits() -> None:
+    logits = np.zeros((2, 8), np.float32)
+    for rows in ([2], [-1]):
+        with pytest.raises(ValueError, match="rows must be of the 2"):
+            sampling.likeliest(logits, rows, 4)
+    with pytest.raises(ValueError, match="dense table"):
+        sampling.likeliest(logits[:, ::2], [0], 4)

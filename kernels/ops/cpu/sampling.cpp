@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
 
 #include "scratch.h"
 #include "simd_int8.h"
@@ -19,7 +20,7 @@ namespace optkit {
 namespace {
 
 constexpr int64_t SEARCHED = 1024;  // tokens, of which the largest logit is looked for one by one
-constexpr int64_t SUMMED = 256;     // tokens of a partial sum
+constexpr int64_t SUMMED = 256;     // tokens of a partial sum, and of a part in `likeliest`
 constexpr float LIKELY = 1.0f / 4096;
 constexpr float LEAST = 1e-45f;  // the smallest weight that can be drawn
 constexpr int RADIX = 1024;                  // buckets of a level of the selection
@@ -28,6 +29,7 @@ constexpr uint32_t LEVELS[] = {20, 10, 0};  // bits below each digit; the weight
 struct RowSampler {
     void (*keep_allowed)(const float* x, const uint32_t* allowed, int64_t n, float* kept);
     bool (*find_top)(const float* x, int64_t n, float* top, int64_t* searched);
+    void (*find_tops)(const float* x, int64_t n, float* tops);
     void (*weigh)(const float* x, int64_t n, float top, float temperature, float* weights);
     double (*sum_from)(const float* weights, int64_t n, float cut);
     int64_t (*collect)(const float* weights, int64_t n, float cut, float* found);
@@ -113,6 +115,35 @@ int64_t choose(const RowSampler& run, const SampledRow& row, int64_t n) {
     return run.passing(weights, n, cut, row.uniform * mass);
 }
 
+// Writes the `most` largest of x[0, n) to `tokens`, the largest first, ties by number, and -1 where fewer are above
+// -infinity. At least `most` parts of the row have a top of at least the `most`-th largest top, so no smaller number is
+// among the largest.
+void likeliest(const RowSampler& run, const float* x, int64_t n, int64_t most, int64_t* tokens) {
+    thread_local GrowingMemory memory;
+    const int64_t parts = (n + SUMMED - 1) / SUMMED;
+    float* tops = memory.at_least<float>(2 * parts);
+    run.find_tops(x, n, tops);
+    float least = -INFINITY;
+    if (parts > most) {
+        float* sorted = tops + parts;
+        std::copy(tops, tops + parts, sorted);
+        std::nth_element(sorted, sorted + most - 1, sorted + parts, std::greater<float>());
+        least = sorted[most - 1];
+    }
+    std::fill(tokens, tokens + most, -1);
+    int64_t found = 0;
+    for (int64_t part = 0; part < parts; ++part) {
+        if (!(tops[part] >= least)) continue;
+        for (int64_t i = part * SUMMED; i < std::min((part + 1) * SUMMED, n); ++i) {
+            const bool is_full = found == most;
+            if (!(x[i] >= least && x[i] > -INFINITY) || (is_full && !(x[i] > x[tokens[most - 1]]))) continue;
+            int64_t place = is_full ? most - 1 : found++;
+            for (; place > 0 && x[tokens[place - 1]] < x[i]; --place) tokens[place] = tokens[place - 1];
+            tokens[place] = i;
+        }
+    }
+}
+
 }  // namespace
 
 void sample(const SampledRow* rows, int64_t count, int64_t width, int64_t* tokens, int threads) {
@@ -127,4 +158,15 @@ void sample(const SampledRow* rows, int64_t count, int64_t width, int64_t* token
 // `rows` are `count` of optkit::SampledRow.
 OPTKIT_API void optkit_sample(const void* rows, int64_t count, int64_t width, int64_t* tokens, int threads) {
     optkit::sample(static_cast<const optkit::SampledRow*>(rows), count, width, tokens, threads);
+}
+
+// The `most` likeliest tokens of each of the rows `rows` [count] of `logits` [, width], the likeliest first: `tokens`
+// [count, most]. -1 fills the rest of a row with fewer logits above -infinity.
+OPTKIT_API void optkit_likeliest(const float* logits, const int64_t* rows, int64_t count, int64_t width, int64_t most,
+                                 int64_t* tokens, int threads) {
+    using namespace optkit;
+    const RowSampler run = functions_in_use();
+    parallel_for(count, 1, threads, [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; ++i) likeliest(run, logits + rows[i] * width, width, most, tokens + i * most);
+    });
 }

@@ -66,3 +66,26 @@ def choose(rows: Sequence[bytes], width: int) -> list[int]:
         b"".join(rows), len(rows), width, ctypes.addressof(tokens), native.threads()
     )
     return list(tokens)
+
+
+def likeliest(logits: np.ndarray, rows: Sequence[int], most: int) -> np.ndarray:
+    """The ``most`` likeliest tokens of ``rows`` of ``logits`` [L, V] float32, the likeliest first, ties by number.
+
+    Returns:
+        [n, most] int64; -1 fills the rest of a row with fewer logits above -infinity. A row with NaN may lack tokens.
+
+    Raises:
+        ValueError: ``logits`` are not a dense table of float32, or a row does not exist.
+    """
+    fits = logits.ndim == 2 and logits.dtype == np.float32 and logits.flags.c_contiguous
+    native.require(fits, "logits must be a dense table of float32")
+    native.require(most > 0, "there must be tokens to find")
+    inside = not rows or (min(rows) >= 0 and max(rows) < len(logits))
+    native.require(inside, f"rows must be of the {len(logits)} of the logits")
+    tokens, index = np.empty((len(rows), most), np.int64), np.array(rows, np.int64)
+    address = tokens.ctypes.data
+    width = logits.shape[1]
+    native.library().optkit_likeliest(
+        logits.ctypes.data, index.ctypes.data, len(rows), width, most, address, native.threads()
+    )
+    return tokens

@@ -38,6 +38,19 @@ OPTKIT_TARGET inline bool find_top(const float* x, int64_t n, float* top, int64_
     return S::largest(bad) == 0.0f && *top > -INFINITY;
 }
 
+// tops[i] = the largest of x[i SUMMED, (i + 1) SUMMED); numbers that are NaN may be left out.
+OPTKIT_TARGET inline void find_tops(const float* x, int64_t n, float* tops) {
+    for (int64_t first = 0; first < n; first += SUMMED) {
+        const int64_t last = std::min(first + SUMMED, n);
+        S::Vec most = S::all(-INFINITY);
+        int64_t i = first;
+        for (; i + kLanes <= last; i += kLanes) most = S::max(most, S::load(x + i));
+        float top = S::largest(most);
+        for (; i < last; ++i) top = std::max(top, x[i]);
+        *tops++ = top > -INFINITY ? top : -INFINITY;  // also for NaN, which sorting must not meet
+    }
+}
+
 // weights[i] = exp((x[i] - top) / temperature).
 OPTKIT_TARGET inline void weigh(const float* x, int64_t n, float top, float temperature, float* weights) {
     const S::Vec by = S::all(1.44269504089f / temperature), highest = S::all(top);
@@ -106,5 +119,5 @@ OPTKIT_TARGET inline int64_t passing(const float* weights, int64_t n, float cut,
 }
 
 OPTKIT_TARGET inline RowSampler functions() {
-    return {keep_allowed, find_top, weigh, sum_from, collect, passing};
+    return {keep_allowed, find_top, find_tops, weigh, sum_from, collect, passing};
 }

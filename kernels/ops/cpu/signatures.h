@@ -20,6 +20,8 @@ FUNCTION(int64_t, w4_bytes, int64_t n, int64_t k, int64_t groups, int half, int 
 FUNCTION(void, pack_w4, const uint8_t* codes, const void* scale, const void* low, uint8_t* blob, int64_t n, int64_t k,
          int64_t groups, int half, int levels, int threads)
 FUNCTION(void, sample, const void* rows, int64_t count, int64_t width, int64_t* tokens, int threads)
+FUNCTION(void, likeliest, const float* logits, const int64_t* rows, int64_t count, int64_t width, int64_t most,
+         int64_t* tokens, int threads)
 FUNCTION(int64_t, run_program, const void* calls, int64_t count, const void* arguments, const int64_t* sizes,
          const int64_t* inputs, const int64_t* arenas, void* block_memory, int64_t block_tokens, int64_t token_bytes,
          int threads)

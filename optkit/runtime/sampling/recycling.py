@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from optkit.kernels.cpu import native, sampling
 from optkit.runtime.sampling.rows import largest
 
 KEPT = 4  # tokens of a row of logits
@@ -48,8 +49,8 @@ class Recycled:
         """
         before = [*known[-2:], *tokens]
         start = len(known[-2:])
-        for place, row in enumerate(rows):
-            self.add(before[: start + place], likeliest(logits[row]))
+        for place, likely in enumerate(likeliest(logits, rows)):
+            self.add(before[: start + place], likely)
 
     def after(self, before: Sequence[int]) -> tuple[int, tuple[int, ...]]:
         """The number of known tokens at the end of ``before``, 2, 1 or 0, and the likeliest tokens after."""
@@ -60,8 +61,20 @@ class Recycled:
         return 0, ()
 
 
-def likeliest(logits: np.ndarray) -> tuple[int, ...]:
-    """The ``KEPT`` likeliest tokens of ``logits`` [V] within ``RANGE`` of the largest, the likeliest first."""
-    found = largest(logits, KEPT)
-    values = logits[found]
-    return tuple(found[values > values[:1] - RANGE].tolist())
+def likeliest(logits: np.ndarray, rows: Sequence[int]) -> list[tuple[int, ...]]:
+    """For each of ``rows`` of ``logits`` [n, V] the ``KEPT`` likeliest tokens within ``RANGE`` of the largest, the
+    likeliest first.
+    """
+    if native.available():
+        tops = [[token for token in row if token >= 0] for row in sampling.likeliest(logits, rows, KEPT).tolist()]
+    else:
+        tops = [largest(logits[row], KEPT).tolist() for row in rows]
+    return [within_range(logits[row], found) for row, found in zip(rows, tops, strict=True)]
+
+
+def within_range(logits: np.ndarray, tokens: Sequence[int]) -> tuple[int, ...]:
+    """The first of ``tokens``, which are in the order of ``logits`` [V], that are less than ``RANGE`` below the first."""
+    if not tokens:
+        return ()
+    least = logits.item(tokens[0]) - RANGE
+    return tuple(token for token in tokens if logits.item(token) > least)

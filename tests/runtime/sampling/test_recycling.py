@@ -5,20 +5,31 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from optkit.kernels.cpu import native
 from optkit.runtime.sampling import recycling
 from optkit.runtime.sampling.recycling import KEPT, RANGE, Recycled, likeliest
 
 
+@pytest.fixture(params=[True, False], ids=["native", "numpy"], autouse=True)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test with native kernels and without."""
+    if request.param and not native.available():
+        pytest.skip("no native kernels")
+    monkeypatch.setattr(native, "available", lambda: request.param)
+
+
 @pytest.mark.parametrize("spread", [0.1, 1.0, 5.0])
 def test_the_likeliest_are_those_of_a_sort(spread: float) -> None:
-    logits = np.random.default_rng(3).standard_normal(5000, dtype=np.float32) * spread
-    tokens = np.argsort(-logits)[:KEPT]
-    values = logits[tokens]
-    assert likeliest(logits) == tuple(tokens[values > values[0] - RANGE].tolist())
+    logits = np.random.default_rng(3).standard_normal((3, 5000), dtype=np.float32) * np.float32(spread)
+    expected = []
+    for row in logits[[2, 0]]:
+        tokens = np.argsort(-row)[:KEPT]
+        expected.append(tuple(tokens[row[tokens] > row[tokens[0]] - RANGE].tolist()))
+    assert likeliest(logits, (2, 0)) == expected
 
 
 def test_logits_that_are_no_numbers_give_nothing() -> None:
-    assert likeliest(np.full(8, np.nan, dtype=np.float32)) == ()
+    assert likeliest(np.full((1, 8), np.nan, dtype=np.float32), (0,)) == [()]
 
 
 def test_two_known_tokens_go_before_one() -> None:
