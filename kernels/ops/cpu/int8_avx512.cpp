@@ -85,9 +85,9 @@ OPTKIT_AVX512 void tile(const Linear& p, const Panel& panel, int64_t row, Ahead 
     store<R>(sum, p, panel.first, row);
 }
 
-// Few rows wait for memory, and with small groups the offsets are a tenth of it. So they are computed from the
-// weights at hand, as one more row of activations, rather than read.
-constexpr int OFFSET_ROWS = 4;
+// One and two rows wait for memory, and with small groups the offsets are a tenth of it. So they are computed from the
+// weights at hand, as one more row of activations, rather than read. For more rows arithmetic takes as long as memory.
+constexpr int OFFSET_ROWS = 2;
 
 template <int R>
 OPTKIT_AVX512 OPTKIT_INLINE void accumulate_group(Accumulators<R>& a, const uint8_t* q, int64_t stride, const int8_t* w,
@@ -112,11 +112,11 @@ OPTKIT_AVX512 void grouped_tile(const Linear& p, const Panel& panel, int64_t row
     for (int64_t g = 0; g < p.groups; ++g) {
         const int32_t* offset = panel.offset + g * PANEL;
         Accumulators<R> a;
-        if (!AHEAD && R <= OFFSET_ROWS) {
-            accumulate_group<R>(a, q, p.q_stride, w, p.group_steps);
-        } else {
+        if (AHEAD) {
             start<R>(a, load(offset), load(offset + 16));
-            accumulate<R, AHEAD>(a, q, p.q_stride, w, p.group_steps, ahead);
+            accumulate<R, true>(a, q, p.q_stride, w, p.group_steps, ahead);
+        } else {
+            accumulate_group<R>(a, q, p.q_stride, w, p.group_steps);
         }
         const int64_t at = row * p.groups + g;
         add_scaled<R>(sum, a, p.scale + at, p.groups, scales<0>(panel, g), scales<1>(panel, g));
@@ -133,7 +133,7 @@ OPTKIT_AVX512 void grouped_tile(const Linear& p, const Panel& panel, int64_t row
 using Tile = void (*)(const Linear&, const Panel&, int64_t, Ahead);
 constexpr int ROWS = 12, GROUPED_ROWS = 6;
 
-// By height. Several tiles to a panel look ahead; the lowest are of 13 rows cut in two, and of 5 with group scales.
+// By height. Several tiles to a panel look ahead; the lowest are of 13 rows cut in two, and of 3 with group scales.
 constexpr Tile TILES[2][ROWS] = {
     {tile<1, false>, tile<2, false>, tile<3, false>, tile<4, false>, tile<5, false>, tile<6, false>, tile<7, false>,
      tile<8, false>, tile<9, false>, tile<10, false>, tile<11, false>, tile<12, false>},
@@ -141,10 +141,9 @@ constexpr Tile TILES[2][ROWS] = {
      tile<10, true>, tile<11, true>, tile<12, true>}};
 template <bool MINIMUM>
 constexpr Tile GROUPED_TILES[2][GROUPED_ROWS] = {
-    {grouped_tile<1, false, MINIMUM>, grouped_tile<2, false, MINIMUM>, grouped_tile<3, false, MINIMUM>,
-     grouped_tile<4, false, MINIMUM>, grouped_tile<5, false, MINIMUM>, grouped_tile<6, false, MINIMUM>},
-    {nullptr, grouped_tile<2, true, MINIMUM>, grouped_tile<3, true, MINIMUM>, grouped_tile<4, true, MINIMUM>, grouped_tile<5, true, MINIMUM>,
-     grouped_tile<6, true, MINIMUM>}};
+    {grouped_tile<1, false, MINIMUM>, grouped_tile<2, false, MINIMUM>},
+    {grouped_tile<1, true, MINIMUM>, grouped_tile<2, true, MINIMUM>, grouped_tile<3, true, MINIMUM>,
+     grouped_tile<4, true, MINIMUM>, grouped_tile<5, true, MINIMUM>, grouped_tile<6, true, MINIMUM>}};
 
 }  // namespace
 
