@@ -52,7 +52,7 @@ STEPS, ROUNDS = 24, 8
 
 @dataclass(frozen=True)
 class Times:
-    """Each round, in seconds: a step of the engine on average, by length of the context, and the median of reading KV in a step."""
+    """Seconds in each round: of a step of the engine by length of the context, and of reading KV in a step."""
 
     steps: Mapping[int, Sequence[float]]
     reading: Sequence[float]

@@ -266,7 +266,8 @@ class Engine:
         """Run up to ``batch.num_steps`` decode steps. Returns the tokens of each item; none if the first step fails."""
         runner, sent = cast(MultiStepRunner, self.runner), self.scheduler.next_outputs(batch, ANY_TOKEN)
         outlet = self.make_outlet(sent)
-        tokens = runner.decode(batch, choice_of(batch), outlet)
+        pairs = self.scheduler.drafts.watched([item.request for item in batch.items])
+        tokens = runner.decode(batch, choice_of(batch, pairs), outlet)
         if not len(tokens):
             return []
         self._num_sent = len(tokens) - 1 if outlet.sink >= 0 else 0

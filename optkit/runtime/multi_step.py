@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from optkit.kernels.cpu.decode_steps import Choice, Outlet
+from optkit.kernels.cpu.decode_steps import Choice, Outlet, TokenPairs
 from optkit.runtime.sampling.sampler import GREEDY_BELOW, is_steered, uniform
 from optkit.runtime.types import Batch, Request, Runner, TokenOutput
 
@@ -44,8 +44,8 @@ def is_plain(request: Request) -> bool:
     return keeps_all and is_unsteered and p.logprobs is None and request.times.reported
 
 
-def choice_of(batch: Batch) -> Choice:
-    """The choice of tokens in the steps of ``batch``."""
+def choice_of(batch: Batch, pairs: Sequence[Sequence[TokenPairs]] = ()) -> Choice:
+    """The choice of tokens in the steps of ``batch``, which end after a pair of ``pairs``."""
     requests = [item.request for item in batch.items]
     draws = [uniforms(request, batch.num_steps) for request in requests]
     sampling = [request.sampling for request in requests]
@@ -53,6 +53,7 @@ def choice_of(batch: Batch) -> Choice:
         [(p.temperature, p.top_k, p.top_p, p.min_p) for p in sampling],
         np.array(draws, np.float64).T,
         [tuple(p.stop_token_ids) for p in sampling],
+        pairs,
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from optkit.kernels.cpu import native
 from optkit.kernels.cpu.call_list import CallList, CallPlan
-from optkit.kernels.cpu.decode_steps import Choice, Outlet, Steps, decode
+from optkit.kernels.cpu.decode_steps import Choice, Outlet, Steps, TokenPairs, decode
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
 
@@ -65,6 +65,38 @@ def test_steps_end_after_a_token_that_stops(stops: tuple[int, ...]) -> None:
     assert len(run(4, [3, 8], 3, choice=choice(4, 2, stops))) == (1 if ends else 4)
 
 
+def pairs_of(*pairs: tuple[int, int]) -> TokenPairs:
+    made = TokenPairs()
+    for pair in pairs:
+        made.add(*pair)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "steps"),
+    [
+        ([(7, 3)], [], 1),  # the last token known before, and the first new one
+        ([(3, 3)], [], 2),
+        ([(3, 7), (5, 5), (7, 5)], [], 4),  # of another order, and of the other sequence
+        ([], [(5, 5)], 2),
+        ([(1, 2)], [(7, 5)], 1),
+        ([], [], 4),
+    ],
+)
+def test_steps_end_after_a_watched_pair(
+    first: list[tuple[int, int]], second: list[tuple[int, int]], steps: int
+) -> None:
+    sets = [[pairs_of(), pairs_of(*first)], [pairs_of(*second)]]
+    assert len(run(4, [3, 8], 3, choice=replace(choice(4, 2), pairs=sets))) == steps
+
+
+def test_pairs_that_were_added_are_in_the_set_and_few_others() -> None:
+    numbers = np.random.default_rng(0).integers(0, 1 << 20, (4000, 2)).tolist()
+    made = pairs_of(*map(tuple, numbers[:2000]))
+    assert all(tuple(pair) in made for pair in numbers[:2000])
+    assert sum(tuple(pair) in made for pair in numbers[2000:]) < 60  # some 15 by chance
+
+
 def test_a_step_without_a_token_is_not_counted() -> None:
     logits = logits_of([3, 5])
     logits[1] = np.nan
@@ -79,8 +111,8 @@ def test_each_step_draws_with_a_number_of_its_own() -> None:
 
 
 def test_the_structure_has_the_size_of_the_one_in_c() -> None:
-    """decode_steps.h asserts 21 words."""
-    assert ctypes.sizeof(Steps) == 21 * 8
+    """decode_steps.h asserts 23 words."""
+    assert ctypes.sizeof(Steps) == 23 * 8
 
 
 @pytest.mark.parametrize(
@@ -91,6 +123,7 @@ def test_the_structure_has_the_size_of_the_one_in_c() -> None:
         ({"choice": choice(2, 3)}, "uniforms must be"),
         ({"choice": replace(choice(2, 2), stops=[()])}, "must be of 2 sequences"),
         ({"choice": replace(choice(2, 2), parameters=[])}, "must be of 2 sequences"),
+        ({"choice": replace(choice(2, 2), pairs=[[TokenPairs()]])}, "pairs must be of 2 sequences"),
         ({"logits": logits_of([3])}, "must be of 2 sequences"),
         ({"logits": logits_of([3, 5]).astype(np.float64)}, "dense array of float32"),
         ({"batch": batch([3, 8, 9], 3)}, "input_ids must be"),

@@ -21,6 +21,9 @@ from optkit.runtime.engine import Engine
 from optkit.runtime.multi_step import ANY_TOKEN, MAX_STEPS
 from optkit.runtime.process import ipc
 from optkit.runtime.runner import ModelRunner
+from optkit.runtime.sampling.recycling import Recycled
+from optkit.runtime.sampling.tree_speculator import TreeSpeculator
+from optkit.runtime.scheduling.cost_model import CostModel
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.types import EngineRequest, FinishReason, SamplingParams, TokenOutput
 from tests.support import tiny_runtime
@@ -202,12 +205,15 @@ class Pipe:
             self.parent.setblocking(True)
 
 
-def answers(kind: str, seed: int, multi_step: bool) -> tuple[Texts, list[int]]:
+def answers(kind: str, seed: int, multi_step: bool, guesses: bool = False) -> tuple[Texts, list[int]]:
     """The answers to random requests at random times by a saved model, and the numbers of steps in a call."""
     dice = random.Random(seed)
     engine = saved_engine(kind, max_num_seqs=4, num_blocks=64)
     runner = cast(ModelRunner, engine.runner)
     counts = counted(runner)
+    if guesses:
+        sources = {"recycled": Recycled(), "max_cached_requests": 8}
+        engine.scheduler.proposer = TreeSpeculator(CostModel(), 8, branches=False, **sources)
     pipe, texts = Pipe(random.Random(seed)), Texts()
     engine.make_outlet = pipe.outlet
     runner.is_multi_step = multi_step
@@ -233,6 +239,14 @@ def test_native_steps_give_the_tokens_of_single_steps(kind: str, seed: int) -> N
     single, none = answers(kind, seed, multi_step=False)
     assert many == single and not none
     assert max(counts) > 3 and len(set(counts)) > 2
+
+
+@needs_native
+@pytest.mark.parametrize("seed", range(4))
+def test_native_steps_between_guesses_give_the_tokens_of_single_steps(seed: int) -> None:
+    many, counts = answers("llama", seed, multi_step=True, guesses=True)
+    single, _ = answers("llama", seed, multi_step=False)
+    assert many == single and max(counts) > 1
 
 
 @needs_native

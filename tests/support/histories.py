@@ -17,7 +17,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from optkit.kernels.cpu.decode_steps import Outlet
+from optkit.kernels.cpu.decode_steps import Outlet, TokenPairs
 from optkit.runtime.engine import MODEL_FAILED, Engine
 from optkit.runtime.kv.offload import CorruptBlock, MemoryBlocks
 from optkit.runtime.kv.rolling import RollingWindow
@@ -207,6 +207,9 @@ class Guesser:
 
     def steps_ahead(self, requests: Sequence[Request]) -> int:
         return 3 if all(int(request.request_id[1:]) % 2 for request in requests) else 1
+
+    def watched(self, requests: Sequence[Request]) -> Sequence[Sequence[TokenPairs]]:
+        return ()
 
     def finished(self, request: Request) -> None:
         self.faults.strike("finished")

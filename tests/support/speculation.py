@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from optkit.kernels.cpu import native
+from optkit.kernels.cpu.decode_steps import TokenPairs
 from optkit.runtime.sampling.proposer import Lengths, StepTime
 from optkit.runtime.sampling.tree_speculator import TreeSpeculator
 from optkit.runtime.types import EngineRequest, Request, SamplingParams, ScheduledRequest
@@ -22,6 +23,9 @@ class EveryStep:
 
     def steps_ahead(self, requests: Sequence[Request]) -> int:
         return 1
+
+    def watched(self, requests: Sequence[Request]) -> Sequence[Sequence[TokenPairs]]:
+        return ()
 
 
 class Eager(Lengths):

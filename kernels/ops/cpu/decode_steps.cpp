@@ -31,6 +31,16 @@ bool any_stops(const DecodeSteps& d, const int64_t* tokens) {
     return false;
 }
 
+// True where the last two tokens of a sequence are in one of its sets.
+bool any_pairs(const DecodeSteps& d, const int64_t* tokens) {
+    for (int64_t i = 0; i < d.count; ++i) {
+        const uint64_t bit = pair_bit(d.input_ids[i], tokens[i]);
+        for (int64_t set = i ? d.pair_ends[i - 1] : 0; set < d.pair_ends[i]; ++set)
+            if (d.pairs[set][bit / 8] >> bit % 8 & 1) return true;
+    }
+    return false;
+}
+
 // True when a watched descriptor has something to read, or is closed.
 bool is_called(const DecodeSteps& d) {
     pollfd descriptors[MOST_WATCHED];
@@ -70,7 +80,8 @@ void advance(const DecodeSteps& d, const int64_t* tokens) {
 }  // namespace optkit
 
 // Runs up to `decode->most` steps of the program of `count` calls (optkit_run_program) and gives the number of steps with
-// tokens. The steps end after the last, after a step with a token of `stops`, and when a watched descriptor calls. All but
+// tokens. The steps end after the last, after a step with a token of `stops` or a pair of `pairs`, and when a watched
+// descriptor calls. All but
 // the last of the steps are sent. A step that fails, in the program or for one of the sequences, is not counted; the
 // caller runs it again and learns the reason.
 OPTKIT_API int64_t optkit_decode_steps(const void* calls, int64_t count, const void* arguments, const int64_t* sizes,
@@ -85,7 +96,7 @@ OPTKIT_API int64_t optkit_decode_steps(const void* calls, int64_t count, const v
             return step;
         sample_step(d, step, tokens, threads);
         if (*std::min_element(tokens, tokens + d.count) < 0) return step;
-        const bool is_last = step + 1 == d.most || any_stops(d, tokens) || is_called(d);
+        const bool is_last = step + 1 == d.most || any_stops(d, tokens) || any_pairs(d, tokens) || is_called(d);
         if (is_last || !send_tokens(d, tokens)) return step + 1;
         advance(d, tokens);
     }

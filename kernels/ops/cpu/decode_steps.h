@@ -19,6 +19,9 @@ struct DecodeSteps {
     const double* uniforms;     // [most, count]
     const int64_t* stops;       // tokens after which nothing follows, of one sequence after another
     const int64_t* stop_ends;   // [count], the end of each sequence's tokens in `stops`
+    const uint8_t* const* pairs;  // sets of pairs of tokens (pair_bit), of one sequence after another; the steps end
+                                  // where a sequence's last two tokens are in one
+    const int64_t* pair_ends;     // [count], the end of each sequence's sets in `pairs`
     // Inputs of the program, which change from step to step.
     int64_t* input_ids;               // [count]
     int64_t* positions;               // [count]
@@ -35,6 +38,13 @@ struct DecodeSteps {
     int32_t num_watched;
     int32_t sink;            // descriptor, or -1: nothing is sent
 };
-static_assert(sizeof(DecodeSteps) == 21 * 8, "the fields of Steps in decode_steps.py");
+static_assert(sizeof(DecodeSteps) == 23 * 8, "the fields of Steps in decode_steps.py");
+
+// The bit of a pair of tokens in a set of 2^PAIR_BITS bits. The same in kernels/ops/cpu/decode_steps.py.
+constexpr int PAIR_BITS = 18;
+inline uint64_t pair_bit(int64_t first, int64_t second) {
+    return (static_cast<uint64_t>(first) * 0x9E3779B97F4A7C15u + static_cast<uint64_t>(second) * 0xC2B2AE3D27D4EB4Fu) >>
+           (64 - PAIR_BITS);
+}
 
 }  // namespace optkit

@@ -18,6 +18,7 @@ from optkit.kernels.cpu.call_list import BLOCK_SIZE, SEQUENCES, TABLE_WIDTH, Cal
 
 MOST_WATCHED = 8  # of decode_steps.cpp
 TOKEN_BYTES = 4  # of a token in a frame
+PAIR_BITS = 18  # of decode_steps.h
 
 
 class Steps(ctypes.Structure):
@@ -31,6 +32,8 @@ class Steps(ctypes.Structure):
         ("uniforms", ctypes.c_void_p),
         ("stops", ctypes.c_void_p),
         ("stop_ends", ctypes.c_void_p),
+        ("pairs", ctypes.c_void_p),
+        ("pair_ends", ctypes.c_void_p),
         ("input_ids", ctypes.c_void_p),
         ("positions", ctypes.c_void_p),
         ("seq_lens", ctypes.c_void_p),
@@ -49,6 +52,26 @@ class Steps(ctypes.Structure):
     )
 
 
+class TokenPairs:
+    """A set of pairs of tokens in 32 KB: each pair that was added is in it, and of n others some n / 2**18."""
+
+    def __init__(self) -> None:
+        self.bits = bytearray(1 << (PAIR_BITS - 3))
+
+    def add(self, first: int, second: int) -> None:
+        bit = pair_bit(first, second)
+        self.bits[bit >> 3] |= 1 << (bit & 7)
+
+    def __contains__(self, pair: tuple[int, int]) -> bool:
+        bit = pair_bit(*pair)
+        return bool(self.bits[bit >> 3] >> (bit & 7) & 1)
+
+
+def pair_bit(first: int, second: int) -> int:
+    """The bit of a pair of tokens, as ``pair_bit`` of decode_steps.h."""
+    return ((first * 0x9E3779B97F4A7C15 + second * 0xC2B2AE3D27D4EB4F) & (1 << 64) - 1) >> (64 - PAIR_BITS)
+
+
 @dataclass(frozen=True)
 class Choice:
     """The choice of tokens from logits.
@@ -57,11 +80,14 @@ class Choice:
         parameters: temperature, top_k, top_p and min_p of each of the S sequences.
         uniforms: a number in [0, 1) for each token of the steps, [steps, S] float64.
         stops: the tokens of each sequence after which nothing follows.
+        pairs: sets of pairs of tokens of each sequence; the steps end where its last two tokens are in one. Empty
+            stands for none of any sequence.
     """
 
     parameters: Sequence[tuple[float, int, float, float]]
     uniforms: np.ndarray
     stops: Sequence[Sequence[int]]
+    pairs: Sequence[Sequence[TokenPairs]] = ()
 
     def rows(self, logits: np.ndarray, uniforms: Sequence[float]) -> list[bytes]:
         """The rows of ``logits`` [S, V] float32 for ``sampling.choose``, with a number in [0, 1) for each."""
@@ -104,8 +130,8 @@ def decode(
 ) -> np.ndarray:
     """Run decode steps of ``calls``; the tokens of the steps, [n, S] int64.
 
-    The steps end after the last of ``choice``, after a step with a token of ``choice.stops``, and when a descriptor of
-    ``outlet`` can be read. A failed step is not among the ``n``.
+    The steps end after the last of ``choice``, after a step with a token of ``choice.stops`` or a pair of
+    ``choice.pairs``, and when a descriptor of ``outlet`` can be read. A failed step is not among the ``n``.
 
     Args:
         calls: the program of a step, with the addresses of all inputs and of ``logits``.
@@ -127,6 +153,9 @@ def decode(
     frame = np.frombuffer(bytearray(outlet.frame), np.uint8)
     stops = np.array([token for each in choice.stops for token in each], np.int64)
     stop_ends = np.cumsum([len(each) for each in choice.stops], dtype=np.int64)
+    sets = [np.frombuffer(pairs.bits, np.uint8) for each in choice.pairs for pairs in each]
+    pairs = np.array([each.ctypes.data for each in sets], np.int64)
+    pair_ends = np.cumsum([len(each) for each in choice.pairs or [()] * count], dtype=np.int64)
     uniforms = np.ascontiguousarray(choice.uniforms, np.float64)
     slots = np.array([batch[slot].ctypes.data for slot, _ in tables], np.int64)
     blocks = np.array([batch[table].ctypes.data for _, table in tables], np.int64)
@@ -143,6 +172,8 @@ def decode(
             uniforms=uniforms.ctypes.data,
             stops=stops.ctypes.data,
             stop_ends=stop_ends.ctypes.data,
+            pairs=pairs.ctypes.data,
+            pair_ends=pair_ends.ctypes.data,
             input_ids=batch["input_ids"].ctypes.data,
             positions=batch["positions"].ctypes.data,
             seq_lens=batch["seq_lens"].ctypes.data,
@@ -181,6 +212,7 @@ def check(
     native.require(choice.uniforms.shape == (steps, count), f"uniforms must be [{steps}, {count}]")
     same = len(choice.parameters) == len(choice.stops) == logits.shape[0] == count
     native.require(same, f"logits, parameters and stops must be of {count} sequences")
+    native.require(len(choice.pairs) in (0, count), f"pairs must be of {count} sequences")
     for name in ("input_ids", "positions", "seq_lens", *(slot for slot, _ in tables)):
         native.require(batch[name].shape == (count,), f"{name} must be [{count}]")
     for _, name in tables:

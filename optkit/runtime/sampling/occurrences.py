@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from optkit.kernels.cpu.decode_steps import TokenPairs
+
 MOST = 8  # occurrences that are looked at, the newest
 LONGEST = 16  # tokens that are compared
 NOWHERE, END = -1, -1  # no place; stands between texts
@@ -20,9 +22,14 @@ Place = tuple[
 
 
 class Occurrences:
-    """The pairs of tokens of a growing text, with places."""
+    """The pairs of tokens of a growing text, with places.
+
+    Attributes:
+        pairs: the pairs with a token after them.
+    """
 
     def __init__(self) -> None:
+        self.pairs = TokenPairs()
         self.ids: list[int] = []
         self._newest: dict[tuple[int, int], int] = {}  # a pair -> the position after its newest occurrence
         self._before: list[int] = []  # position -> the position after the occurrence of the same pair before
@@ -37,6 +44,8 @@ class Occurrences:
                 pair = (self.ids[position - 2], self.ids[position - 1])
                 place = self._newest.get(pair, NOWHERE)
                 self._newest[pair] = position
+                if place == NOWHERE:
+                    self.pairs.add(*pair)
             self._before.append(place)
 
     def find(self, tail: Sequence[int]) -> list[Place]:

@@ -14,10 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from optkit.runtime.scheduling.cost_model import CostModel, StepWork, chunk_work
 from optkit.runtime.types import Request, ScheduledRequest
+
+if TYPE_CHECKING:
+    from optkit.kernels.cpu.decode_steps import TokenPairs
 
 NGRAMS = (3, 2)  # tokens that must match, the longer first
 DECAY = 0.9  # weight of a request's record after one more draft
@@ -164,6 +167,10 @@ class Speculator:
 
     def steps_ahead(self, requests: Sequence[Request]) -> int:
         return self.lengths.steps_ahead(requests)
+
+    def watched(self, requests: Sequence[Request]) -> Sequence[Sequence[TokenPairs]]:
+        """Nothing: ``steps_ahead`` are certain."""
+        return ()
 
     def finished(self, request: Request) -> None:
         self.lengths.finished(request)

@@ -66,14 +66,16 @@ def likeliest(logits: np.ndarray, rows: Sequence[int]) -> list[tuple[int, ...]]:
     likeliest first.
     """
     if native.available():
-        tops = [[token for token in row if token >= 0] for row in sampling.likeliest(logits, rows, KEPT).tolist()]
+        tops = [
+            [token for token in row if token >= 0] for row in sampling.likeliest(logits, rows, KEPT).tolist()
+        ]
     else:
         tops = [largest(logits[row], KEPT).tolist() for row in rows]
     return [within_range(logits[row], found) for row, found in zip(rows, tops, strict=True)]
 
 
 def within_range(logits: np.ndarray, tokens: Sequence[int]) -> tuple[int, ...]:
-    """The first of ``tokens``, which are in the order of ``logits`` [V], that are less than ``RANGE`` below the first."""
+    """The ``tokens`` less than ``RANGE`` below the first; they are in the order of ``logits`` [V]."""
     if not tokens:
         return ()
     least = logits.item(tokens[0]) - RANGE

@@ -20,8 +20,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from optkit.kernels.cpu.decode_steps import TokenPairs
 from optkit.runtime.draft_tree import DraftTree, depths_of
-from optkit.runtime.sampling.looking import CALL_SHARE, RATE, Account, PlainSteps
+from optkit.runtime.sampling.looking import CALL_SHARE, LONGEST_REST, RATE, Account, PlainSteps
 from optkit.runtime.sampling.occurrences import END, Occurrences, Place
 from optkit.runtime.sampling.proposer import SpeculationStats, StepTime
 from optkit.runtime.sampling.recycling import Recycled
@@ -109,6 +110,7 @@ class RequestText:
         self.root: Node | None = None
         self.account = Account()
         self.rests = False  # no guess is looked for in this step
+        self.is_quiet = False  # none was found that pays
 
 
 class TreeSpeculator:
@@ -180,8 +182,27 @@ class TreeSpeculator:
 
     def steps_ahead(self, requests: Sequence[Request]) -> int:
         """Steps before the next look for guesses for one of ``requests``."""
-        owns = [self._texts.get(request.request_id) for request in requests]
-        return min((own.account.rest if own is not None and own.rests else 1 for own in owns), default=1)
+        return min((self._ahead(self._texts.get(request.request_id)) for request in requests), default=1)
+
+    def _ahead(self, own: RequestText | None) -> int:
+        if own is None:
+            return 1
+        return own.account.rest if own.rests else LONGEST_REST if own.is_quiet else 1
+
+    def watched(self, requests: Sequence[Request]) -> list[list[TokenPairs]]:
+        """The pairs of tokens that stood in the text of each request before, and in earlier answers; none while it
+        rests.
+        """
+        return [self._pairs(request, self._texts.get(request.request_id)) for request in requests]
+
+    def _pairs(self, request: Request, own: RequestText | None) -> list[TokenPairs]:
+        if own is None or own.rests:
+            return []
+        return [text.pairs for text in (own.text, *self._earlier(request))]
+
+    def _earlier(self, request: Request) -> Sequence[Occurrences]:
+        """The texts of earlier answers that ``request`` may see."""
+        return () if request.received.cache_salt else self.earlier.texts
 
     def rests(self, request: Request) -> bool:
         """True if the step looked for no guess, because guesses did not pay."""
@@ -210,15 +231,16 @@ class TreeSpeculator:
         places = own.text.find(ids)
         repeats = longest(places) >= LOOK_MATCHING and own.account.tokens > LOOK_LEAST
         own.rests = own.account.is_empty and not repeats
+        own.is_quiet = False
         if own.rests or limit < 1:
             return ()
-        earlier = () if request.received.cache_salt else self.earlier.texts
         own.root = Node(
-            ids[-1], 1.0, places=[(own.text, places), *((text, text.find(ids)) for text in earlier)]
+            ids[-1],
+            1.0,
+            places=[(own.text, places), *((text, text.find(ids)) for text in self._earlier(request))],
         )
-        if not self._grow(own, own.root, limit, base, tokens):
-            return ()
-        return in_preorder(own.root)
+        own.is_quiet = not self._grow(own, own.root, limit, base, tokens)
+        return () if own.is_quiet else in_preorder(own.root)
 
     def _judge(self, root: Node, tokens: Sequence[int]) -> None:
         """Learn from ``tokens``, which followed the root of a tree."""

@@ -20,6 +20,7 @@ from optkit.runtime.sampling.tree_speculator import TreeSpeculator
 from optkit.runtime.types import ConstraintFailed, Failure, Request, ScheduledRequest
 
 if TYPE_CHECKING:
+    from optkit.kernels.cpu.decode_steps import TokenPairs
     from optkit.runtime.sampling.rows import Logits
     from optkit.runtime.sampling.speculative import Followed
 
@@ -48,7 +49,13 @@ class Proposer(Protocol):
         ...
 
     def steps_ahead(self, requests: Sequence[Request]) -> int:
-        """Decode steps, this one included, in which nothing is guessed for ``requests``, whatever the tokens are."""
+        """Decode steps, this one included, in which nothing is guessed for ``requests``, but after a pair of tokens of
+        ``watched``.
+        """
+        ...
+
+    def watched(self, requests: Sequence[Request]) -> Sequence[Sequence[TokenPairs]]:
+        """Pairs of tokens of each of ``requests`` after which there may be something to guess; empty for none."""
         ...
 
     def finished(self, request: Request) -> None: ...
@@ -124,6 +131,12 @@ class Drafts:
         if self.proposer is None:
             return MANY_STEPS
         return self._optional(self.proposer.steps_ahead, requests) or 1
+
+    def watched(self, requests: Sequence[Request]) -> Sequence[Sequence[TokenPairs]]:
+        """Pairs of tokens of each of ``requests`` before which steps may run in a call; empty for none."""
+        if self.proposer is None:
+            return ()
+        return self._optional(self.proposer.watched, requests) or ()
 
     def finished(self, request: Request) -> None:
         """Forget ``request``."""

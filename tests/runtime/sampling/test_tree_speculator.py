@@ -120,6 +120,17 @@ def test_measured_times_of_steps_decide() -> None:
     assert propose(speculator, sequence(ids)) == ()
 
 
+def steps_of_a_call(speculator: TreeSpeculator, request: Request, text: list[int]) -> int:
+    """The steps up to a pair that the speculator watches, if the answer goes on as ``text``."""
+    (watched,), place = speculator.watched([request]), len(request.token_ids)
+    most = min(speculator.steps_ahead([request]), len(text) - place)
+    for steps in range(1, most):
+        last = (text[place + steps - 2], text[place + steps - 1])
+        if any(last in pairs for pairs in watched):
+            return steps
+    return most
+
+
 @pytest.mark.parametrize("letters", [2, 3, 6, 30])
 def test_text_of_chance_is_looked_at_rarely_and_loses_little_time(letters: int) -> None:
     random = np.random.default_rng(letters)
@@ -130,7 +141,7 @@ def test_text_of_chance_is_looked_at_rarely_and_loses_little_time(letters: int) 
     while place < len(text):
         draft = propose(speculator, request)
         looks += not speculator.rests(request)
-        steps = 1 if draft else min(speculator.steps_ahead([request]), len(text) - place)
+        steps = 1 if draft else steps_of_a_call(speculator, request, text)
         took(speculator, request, draft, each := 1.0 if steps > 1 else alone + price * len(draft), steps)
         seconds += each * steps
         pairs = zip(draft, text[place:-1], strict=False)
@@ -141,6 +152,26 @@ def test_text_of_chance_is_looked_at_rarely_and_loses_little_time(letters: int) 
         request.token_ids += text[len(request.token_ids) : place]
     assert (len(text) - 8) / seconds >= 0.97
     assert looks < 200 or letters < 6
+
+
+def test_steps_run_in_a_call_up_to_a_pair_that_stood_before() -> None:
+    speculator = TreeSpeculator(Priced(0.0), 4, max_cached_requests=2)
+    earlier = ended("a", [], [60, 61, 62])
+    propose(speculator, earlier)
+    speculator.finished(earlier)
+    request = sequence([1, 2, 3, 4])
+    assert propose(speculator, request) == () and not speculator.rests(request)
+    assert speculator.steps_ahead([request]) > 1
+    (watched,) = speculator.watched([request])
+    known = [
+        pair
+        for pair in ((1, 2), (2, 3), (3, 4), (3, 2), (60, 61), (61, 62))
+        if any(pair in each for each in watched)
+    ]
+    assert known == [(1, 2), (2, 3), (60, 61)]  # with a token after them
+    request.token_ids += [1, 2]
+    assert propose(speculator, request) == (3, 4, 1, 2)
+    assert speculator.steps_ahead([request]) == 1
 
 
 def test_a_request_that_rests_is_looked_at_in_repetitions() -> None:
