@@ -15,7 +15,6 @@ from optkit.recipe.engine_options import NO_SPECULATION, EngineOptions, engine_o
 from optkit.runtime.loaded import Model, device_of
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.sampling.proposer import Lengths, NgramProposer, Speculator
-from optkit.runtime.sampling.recycling import Recycled
 from optkit.runtime.sampling.tree_speculator import TreeSpeculator
 from optkit.runtime.scheduling.cost_model import CostModel
 from optkit.runtime.sizing import scheduler_config
@@ -41,12 +40,11 @@ def speculator(
     refuse_recurrent(model, "wrong guesses can't be taken out of the model's recurrent state again")
     if method == "suffix":
         cached = options.speculative_cached_requests
-        recycled = Recycled() if device_of(model) is None else None
         return TreeSpeculator(
             cost,
             options.num_speculative_tokens,
             branches=branches,
-            recycled=recycled,
+            recycles=device_of(model) is None,
             max_cached_requests=cached,
         )
     lengths = Lengths(cost, options.num_speculative_tokens)

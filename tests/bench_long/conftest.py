@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from bench.long import _answers, tree
-from optkit.runtime.sampling.recycling import Recycled
 from optkit.runtime.sampling.tree_speculator import TreeSpeculator
 from tests.support.fakes import fake_engine
 from tests.support.tiny_tokenizer import tiny_tokenizer
@@ -19,7 +18,7 @@ def opened(artifact: str, speculative_model: str = "none", **options: Any) -> An
     engine = fake_engine(options=sizes)
     if speculative_model != "none":
         cost = engine.scheduler.cost
-        engine.scheduler.proposer = TreeSpeculator(cost, 8, recycled=Recycled(), max_cached_requests=8)
+        engine.scheduler.proposer = TreeSpeculator(cost, 8, recycles=True, max_cached_requests=8)
     return engine
 
 

@@ -42,9 +42,9 @@ def test_rounds_do_not_learn_from_each_other() -> None:
     both = {_answers.PLAIN: opened(""), _answers.GUESSED: engine}
     sampling = SamplingParams(max_tokens=30, temperature=0.0)
     first = _answers.both(both, [1, 2, 3], sampling, 1)[_answers.GUESSED]
-    assert any(text.ids for text in engine.scheduler.proposer.earlier.texts)
+    assert any(text.ids for text in engine.scheduler.proposer.shared.of("").earlier.texts)
     engine = opened("", "suffix")
     both[_answers.GUESSED] = engine
     second = _answers.both(both, [1, 2, 3], sampling, 3)[_answers.GUESSED]
     assert first.tokens == second.tokens
-    assert len(engine.scheduler.proposer.earlier.texts[0].ids) == 31
+    assert len(engine.scheduler.proposer.shared.of("").earlier.texts[0].ids) == 31

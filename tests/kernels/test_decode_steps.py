@@ -67,8 +67,7 @@ def test_steps_end_after_a_token_that_stops(stops: tuple[int, ...]) -> None:
 
 def pairs_of(*pairs: tuple[int, int]) -> TokenPairs:
     made = TokenPairs()
-    for pair in pairs:
-        made.add(*pair)
+    made.add_all(pairs)
     return made
 
 

@@ -20,7 +20,6 @@ from optkit.runtime.engine import Engine
 from optkit.runtime.kv.offload import MemoryBlocks
 from optkit.runtime.kv.rolling import Rolling, RollingWindow
 from optkit.runtime.runner import ModelRunner
-from optkit.runtime.sampling.recycling import Recycled
 from optkit.runtime.scheduling.scheduler import Proposer, SchedulerConfig
 from optkit.runtime.tree_graph import with_positions
 from optkit.runtime.types import EngineRefusal, EngineRequest, SamplingParams, TokenOutput
@@ -186,7 +185,7 @@ def test_a_model_that_takes_trees_of_guesses_may_forget(passes: tuple[str, ...])
     plain, trees, prompts = lower(graph, TARGET), lower(with_positions(graph), TARGET), prompts_of(128)
     assert trees.keeps_all == ""
     params = [SamplingParams(max_tokens=200, temperature=0.0)] * 5
-    speculator = Untimed(Priced(0.001), 12, recycled=Recycled(), max_cached_requests=8)
+    speculator = Untimed(Priced(0.001), 12, recycles=True, max_cached_requests=8)
     guessing = engine(trees, proposer=speculator)
     assert served(guessing, prompts, params)[0] == served(engine(plain), prompts, params)[0]
     assert sum(guessing.stats().spec_decode_accepted_per_pos) > 50

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import random
 import socket
@@ -15,17 +16,16 @@ import pytest
 from optkit.graph.ir import Graph
 from optkit.graph.kv_layout import kv_layout
 from optkit.kernels.cpu import native
-from optkit.kernels.cpu.decode_steps import Outlet
+from optkit.kernels.cpu.decode_steps import Choice, Outlet
 from optkit.lowering.native_model import NativeModel
 from optkit.runtime.engine import Engine
 from optkit.runtime.multi_step import ANY_TOKEN, MAX_STEPS
 from optkit.runtime.process import ipc
 from optkit.runtime.runner import ModelRunner
-from optkit.runtime.sampling.recycling import Recycled
 from optkit.runtime.sampling.tree_speculator import TreeSpeculator
 from optkit.runtime.scheduling.cost_model import CostModel
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
-from optkit.runtime.types import EngineRequest, FinishReason, SamplingParams, TokenOutput
+from optkit.runtime.types import Batch, EngineRequest, FinishReason, SamplingParams, TokenOutput
 from tests.support import tiny_runtime
 from tests.support.fakes import FakeRunner
 from tests.support.graphs import apply, captured
@@ -212,7 +212,7 @@ def answers(kind: str, seed: int, multi_step: bool, guesses: bool = False) -> tu
     runner = cast(ModelRunner, engine.runner)
     counts = counted(runner)
     if guesses:
-        sources = {"recycled": Recycled(), "max_cached_requests": 8}
+        sources = {"recycles": True, "max_cached_requests": 8}
         engine.scheduler.proposer = TreeSpeculator(CostModel(), 8, branches=False, **sources)
     pipe, texts = Pipe(random.Random(seed)), Texts()
     engine.make_outlet = pipe.outlet
@@ -243,10 +243,37 @@ def test_native_steps_give_the_tokens_of_single_steps(kind: str, seed: int) -> N
 
 @needs_native
 @pytest.mark.parametrize("seed", range(4))
-def test_native_steps_between_guesses_give_the_tokens_of_single_steps(seed: int) -> None:
-    many, counts = answers("llama", seed, multi_step=True, guesses=True)
+def test_native_steps_between_guesses_give_the_tokens_of_single_steps(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     single, _ = answers("llama", seed, multi_step=False)
-    assert many == single and max(counts) > 1
+    ends, decode = (
+        list[list[bool]](),
+        ModelRunner.decode,
+    )  # for the steps of each call: a watched pair was the last
+
+    def noted(runner: ModelRunner, batch: Batch, choice: Choice, outlet: Outlet) -> np.ndarray:
+        tokens = decode(runner, batch, choice, outlet)
+        before = [item.request.token_ids[-1] for item in batch.items]
+        rows = [before, *tokens.tolist()]
+        if any(choice.pairs):
+            ends.append(
+                [
+                    any(
+                        pair in each
+                        for pair, sets in zip(zip(*two, strict=True), choice.pairs, strict=True)
+                        for each in sets
+                    )
+                    for two in itertools.pairwise(rows)
+                ]
+            )
+        return tokens
+
+    monkeypatch.setattr(ModelRunner, "decode", noted)
+    many, _ = answers("llama", seed, multi_step=True, guesses=True)
+    assert many == single
+    assert any(len(call) > 1 and call[-1] for call in ends)
+    assert not any(any(call[:-1]) for call in ends)
 
 
 @needs_native

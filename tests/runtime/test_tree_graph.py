@@ -12,7 +12,6 @@ from optkit.lowering.lower import lower
 from optkit.runtime.draft_tree import DraftTree
 from optkit.runtime.engine import Engine
 from optkit.runtime.runner import ModelRunner
-from optkit.runtime.sampling.recycling import Recycled
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.tree_graph import TreeGraph, with_positions
 from optkit.runtime.types import SamplingParams
@@ -71,7 +70,7 @@ def test_a_model_says_the_same_with_trees(temperature: float) -> None:
     config = SchedulerConfig(**tiny_runtime.LIMITS | {"num_blocks": 60})
     model = lower(with_positions(tiny_runtime.int8_graph()), TARGET)
     runner = Watched(model, config.num_blocks, config.block_size)
-    speculator = Untimed(Priced(0.001), 12, recycled=Recycled(), max_cached_requests=8)
+    speculator = Untimed(Priced(0.001), 12, recycles=True, max_cached_requests=8)
     engine = Engine(runner, config, None, speculator)
     assert engine.generate(some, sampling) == plain
     longer = [prompt + answer[:20] for prompt, answer in zip(some, plain, strict=True)]

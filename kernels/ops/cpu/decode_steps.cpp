@@ -81,9 +81,8 @@ void advance(const DecodeSteps& d, const int64_t* tokens) {
 
 // Runs up to `decode->most` steps of the program of `count` calls (optkit_run_program) and gives the number of steps with
 // tokens. The steps end after the last, after a step with a token of `stops` or a pair of `pairs`, and when a watched
-// descriptor calls. All but
-// the last of the steps are sent. A step that fails, in the program or for one of the sequences, is not counted; the
-// caller runs it again and learns the reason.
+// descriptor calls. All but the last of the steps are sent. A step that fails, in the program or for one of the
+// sequences, is not counted; the caller runs it again and learns the reason.
 OPTKIT_API int64_t optkit_decode_steps(const void* calls, int64_t count, const void* arguments, const int64_t* sizes,
                                        const int64_t* inputs, const int64_t* arenas, void* block_memory,
                                        int64_t block_tokens, int64_t token_bytes, int threads, const void* decode) {

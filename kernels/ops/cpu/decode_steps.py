@@ -53,14 +53,16 @@ class Steps(ctypes.Structure):
 
 
 class TokenPairs:
-    """A set of pairs of tokens in 32 KB: each pair that was added is in it, and of n others some n / 2**18."""
+    """A set of pairs of tokens, as 2**18 bits: after n were added, it also holds some n / 2**18 of the other pairs."""
 
     def __init__(self) -> None:
         self.bits = bytearray(1 << (PAIR_BITS - 3))
 
-    def add(self, first: int, second: int) -> None:
-        bit = pair_bit(first, second)
-        self.bits[bit >> 3] |= 1 << (bit & 7)
+    def add_all(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Add ``pairs``."""
+        for pair in pairs:
+            bit = pair_bit(*pair)
+            self.bits[bit >> 3] |= 1 << (bit & 7)
 
     def __contains__(self, pair: tuple[int, int]) -> bool:
         bit = pair_bit(*pair)

@@ -77,7 +77,8 @@ def likeliest(logits: np.ndarray, rows: Sequence[int], most: int) -> np.ndarray:
     Raises:
         ValueError: ``logits`` are not a dense table of float32, or a row does not exist.
     """
-    fits = logits.ndim == 2 and logits.dtype == np.float32 and logits.flags.c_contiguous
+    flags = logits.flags
+    fits = logits.ndim == 2 and logits.dtype == np.float32 and flags.c_contiguous and flags.aligned
     native.require(fits, "logits must be a dense table of float32")
     native.require(most > 0, "there must be tokens to find")
     inside = not rows or (min(rows) >= 0 and max(rows) < len(logits))

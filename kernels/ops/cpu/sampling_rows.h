@@ -38,7 +38,7 @@ OPTKIT_TARGET inline bool find_top(const float* x, int64_t n, float* top, int64_
     return S::largest(bad) == 0.0f && *top > -INFINITY;
 }
 
-// tops[i] = the largest of x[i SUMMED, (i + 1) SUMMED); numbers that are NaN may be left out.
+// tops[i] = the largest of x[i SUMMED, (i + 1) SUMMED), or less where NaN is among them.
 OPTKIT_TARGET inline void find_tops(const float* x, int64_t n, float* tops) {
     for (int64_t first = 0; first < n; first += SUMMED) {
         const int64_t last = std::min(first + SUMMED, n);

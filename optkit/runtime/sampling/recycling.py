@@ -36,21 +36,18 @@ class Recycled:
         while len(self._likely) > ENTRIES:
             del self._likely[next(iter(self._likely))]
 
-    def collect(
-        self, known: Sequence[int], tokens: Sequence[int], logits: np.ndarray, rows: Sequence[int]
-    ) -> None:
+    def collect(self, known: Sequence[int], tokens: Sequence[int], likely: Sequence[tuple[int, ...]]) -> None:
         """Keep the likeliest tokens of a request's step.
 
         Args:
             known: tokens of the request before the step.
             tokens: of the step: the right guesses, and the next token.
-            logits: [n, V] of the step, from the last known token on.
-            rows: of the last known token and of the right guesses.
+            likely: of the rows of the last known token and of the right guesses (``likeliest``).
         """
         before = [*known[-2:], *tokens]
         start = len(known[-2:])
-        for place, likely in enumerate(likeliest(logits, rows)):
-            self.add(before[: start + place], likely)
+        for place, each in enumerate(likely):
+            self.add(before[: start + place], each)
 
     def after(self, before: Sequence[int]) -> tuple[int, tuple[int, ...]]:
         """The number of known tokens at the end of ``before``, 2, 1 or 0, and the likeliest tokens after."""

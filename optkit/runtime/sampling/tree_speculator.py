@@ -19,22 +19,28 @@ import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from optkit.kernels.cpu.decode_steps import TokenPairs
 from optkit.runtime.draft_tree import DraftTree, depths_of
 from optkit.runtime.sampling.looking import CALL_SHARE, LONGEST_REST, RATE, Account, PlainSteps
 from optkit.runtime.sampling.occurrences import END, Occurrences, Place
 from optkit.runtime.sampling.proposer import SpeculationStats, StepTime
-from optkit.runtime.sampling.recycling import Recycled
+from optkit.runtime.sampling.recycling import likeliest
+from optkit.runtime.sampling.shared_text import SharedText, SharedTexts
 from optkit.runtime.scheduling.cost_model import MIN_SECONDS, CostModel, StepWork, chunk_work, step_work
 from optkit.runtime.scheduling.row_costs import RowCosts
-from optkit.runtime.types import Request, ScheduledRequest
+from optkit.runtime.types import Failure, Request, ScheduledRequest
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from optkit.runtime.sampling.speculative import Followed
 
 DECAY = 0.97  # weight of a kind's record after one more guess
 PRIOR_WEIGHT = 2.0  # guesses that the chance before any guess counts for
 LEAST_GAIN = 1.03  # predicted, of a step with guesses; below nothing is guessed
 FANOUT = 4  # guesses after a token, of each source
-CACHED_TOKENS = 1 << 16  # of earlier answers, some 13 MB
 LOOK_MATCHING, LOOK_LEAST = 4, -1.0  # repeated tokens that end a rest, where the account is not below
 
 OWN, EARLIER, RECYCLED = range(3)  # sources
@@ -83,25 +89,6 @@ class Node:
 Candidate = tuple[float, int, Node, Node]  # less its chance, its number, the parent, the guess
 
 
-class EarlierAnswers:
-    """The newest answers of other requests, in two texts: when the first is full the second is forgotten.
-
-    Args:
-        most: answers that are kept.
-    """
-
-    def __init__(self, most: int) -> None:
-        self.most, self.texts, self._count = most, (Occurrences(), Occurrences()), 0
-
-    def add(self, answer: Sequence[int]) -> None:
-        if self.most < 1:
-            return
-        if 2 * self._count >= self.most or 2 * len(self.texts[0].ids) >= CACHED_TOKENS:
-            self.texts, self._count = (Occurrences(), self.texts[0]), 0
-        self.texts[0].extend([END, *answer])
-        self._count += 1
-
-
 class RequestText:
     """The text of a request, and the root of its last tree."""
 
@@ -111,6 +98,7 @@ class RequestText:
         self.account = Account()
         self.rests = False  # no guess is looked for in this step
         self.is_quiet = False  # none was found that pays
+        self.shared: SharedText | None = None
 
 
 class TreeSpeculator:
@@ -120,7 +108,7 @@ class TreeSpeculator:
         cost: predicts steps.
         most: guesses of a request in a step.
         branches: whether the runner takes trees.
-        recycled: the likely tokens of earlier logits, if they are guessed.
+        recycles: whether the likely tokens of earlier logits are guessed.
         max_cached_requests: earlier answers that are searched.
     """
 
@@ -130,11 +118,11 @@ class TreeSpeculator:
         most: int,
         *,
         branches: bool = True,
-        recycled: Recycled | None = None,
+        recycles: bool = False,
         max_cached_requests: int = 0,
     ) -> None:
-        self.costs, self.most, self.branches, self.recycled = RowCosts(cost), most, branches, recycled
-        self.earlier = EarlierAnswers(max_cached_requests)
+        self.costs, self.most, self.branches, self.recycles = RowCosts(cost), most, branches, recycles
+        self.shared = SharedTexts(max_cached_requests)
         self.chances, self.stats, self.plain = Chances(), SpeculationStats(), PlainSteps()
         self._texts: dict[str, RequestText] = {}
         self._expected = 0.0  # right guesses of the latest draft, on average
@@ -143,6 +131,8 @@ class TreeSpeculator:
         base = StepWork()
         for request in requests:
             base += chunk_work(1, request.num_computed, rows=1)
+            if own := self._texts.get(request.request_id):
+                own.is_quiet = False
         drafts, tokens = list[tuple[int, ...]](), float(len(requests))
         for request, limit in zip(requests, limits, strict=True):
             drafts.append(self._draft(request, min(limit, self.most), base, tokens))
@@ -163,7 +153,8 @@ class TreeSpeculator:
         looking = [own for own in owns if not own.rests]
         plain = sum((chunk_work(1, item.request.num_held, rows=1) for item in items), StepWork())
         if step.num_steps > 1:
-            self.plain.observe(plain, step.seconds)
+            if not looking:
+                self.plain.observe(plain, step.seconds)
         else:
             self.costs.observe(step_work(items), step.seconds)
             if step.could_be_several and not any(item.draft for item in items):
@@ -176,22 +167,25 @@ class TreeSpeculator:
         least = self.plain.seconds(plain) if step.could_be_several else None
         if least is None:
             least = CALL_SHARE * self.costs.seconds(plain)
-        price = (step.seconds / max(least, MIN_SECONDS) - 1) * len(items) / len(looking)
+        # a call that begins with a look costs what a step alone costs more than one in a call
+        seconds = step.seconds if step.num_steps == 1 else self.costs.seconds(plain)
+        price = (seconds / max(least, MIN_SECONDS) - 1) * len(items) / len(looking)
         for own in looking:
             own.account.spend(price)
 
     def steps_ahead(self, requests: Sequence[Request]) -> int:
-        """Steps before the next look for guesses for one of ``requests``."""
-        return min((self._ahead(self._texts.get(request.request_id)) for request in requests), default=1)
+        """Steps before the next look for guesses for one of ``requests``, at most.
 
-    def _ahead(self, own: RequestText | None) -> int:
-        if own is None:
-            return 1
-        return own.account.rest if own.rests else LONGEST_REST if own.is_quiet else 1
+        Each of several requests may end the steps by a pair of ``watched``, so fewer are planned for several.
+        """
+        owns = [self._texts.get(request.request_id) for request in requests]
+        quiet = sum(own is not None and own.is_quiet for own in owns)
+        most = max(1, LONGEST_REST // max(quiet, 1))
+        return min((ahead(own, most) for own in owns), default=1)
 
     def watched(self, requests: Sequence[Request]) -> list[list[TokenPairs]]:
-        """The pairs of tokens that stood in the text of each request before, and in earlier answers; none while it
-        rests.
+        """The pairs of tokens that stood in the text of each request before, or in earlier answers: there may be
+        something to copy. None while a request rests.
         """
         return [self._pairs(request, self._texts.get(request.request_id)) for request in requests]
 
@@ -202,7 +196,31 @@ class TreeSpeculator:
 
     def _earlier(self, request: Request) -> Sequence[Occurrences]:
         """The texts of earlier answers that ``request`` may see."""
-        return () if request.received.cache_salt else self.earlier.texts
+        return self._shared(request).earlier.texts
+
+    def _shared(self, request: Request) -> SharedText:
+        """What other requests of the same salt left."""
+        return self.shared.of(request.received.cache_salt)
+
+    def collect(
+        self,
+        items: Sequence[ScheduledRequest],
+        found: Sequence[Followed | Failure],
+        logits: np.ndarray,
+        rows: Sequence[int],
+    ) -> None:
+        """Recycle the logits of a step, before its tokens join the requests; arguments as of ``verify``."""
+        if not self.recycles:
+            return
+        known = [
+            (item.request, outcome.tokens, [row, *(row + right for right in outcome.rows)])
+            for item, outcome, row in zip(items, found, rows, strict=True)
+            if not isinstance(outcome, Failure) and not self.rests(item.request)
+        ]
+        likely = iter(likeliest(logits, [row for _, _, places in known for row in places]))
+        for request, tokens, places in known:
+            recycled = self._shared(request).recycled
+            recycled.collect(request.token_ids, tokens, list(itertools.islice(likely, len(places))))
 
     def rests(self, request: Request) -> bool:
         """True if the step looked for no guess, because guesses did not pay."""
@@ -210,10 +228,9 @@ class TreeSpeculator:
         return own is not None and own.rests
 
     def finished(self, request: Request) -> None:
-        """Forget ``request``; the answer becomes a source for other requests without a salt."""
-        known = self._texts.pop(request.request_id, None)
-        if known is not None and not request.received.cache_salt:
-            self.earlier.add(request.output_ids)
+        """Forget ``request``; the answer becomes a source for other requests of its salt."""
+        if self._texts.pop(request.request_id, None) is not None:
+            self._shared(request).earlier.add(request.output_ids)
 
     def run_largest(self, num_requests: int) -> None:
         """Do nothing: there is nothing to allocate on a device."""
@@ -239,6 +256,7 @@ class TreeSpeculator:
             1.0,
             places=[(own.text, places), *((text, text.find(ids)) for text in self._earlier(request))],
         )
+        own.shared = self._shared(request)
         own.is_quiet = not self._grow(own, own.root, limit, base, tokens)
         return () if own.is_quiet else in_preorder(own.root)
 
@@ -316,8 +334,8 @@ class TreeSpeculator:
                 after = [(place + 1, matching + 1) for place, matching in group]
                 guesses[token] = kind
                 yield self._guess(node, token, kind, PRIORS[length] * share, [(text, after)])
-        if self.recycled is not None:
-            known, likely = self.recycled.after((*own.text.ids[-2:], *node.path)[-2:])
+        if self.recycles and own.shared is not None:
+            known, likely = own.shared.recycled.after((*own.text.ids[-2:], *node.path)[-2:])
             told = len(guesses)
             for rank, token in enumerate(likely):
                 if token not in guesses:
@@ -334,6 +352,13 @@ class TreeSpeculator:
     ) -> Node:
         chance = node.chance * self.chances.of(kind, prior)
         return Node(token, chance, (*node.path, token), places)
+
+
+def ahead(own: RequestText | None, most: int) -> int:
+    """Steps before the next look for guesses of a request, up to ``most`` where no guess pays."""
+    if own is None:
+        return 1
+    return own.account.rest if own.rests else most if own.is_quiet else 1
 
 
 def longest(places: Sequence[Place]) -> int:

@@ -49,13 +49,13 @@ class Proposer(Protocol):
         ...
 
     def steps_ahead(self, requests: Sequence[Request]) -> int:
-        """Decode steps, this one included, in which nothing is guessed for ``requests``, but after a pair of tokens of
-        ``watched``.
+        """Decode steps, this one included, before the next look for guesses for ``requests``; a pair of ``watched``
+        ends them early.
         """
         ...
 
     def watched(self, requests: Sequence[Request]) -> Sequence[Sequence[TokenPairs]]:
-        """Pairs of tokens of each of ``requests`` after which there may be something to guess; empty for none."""
+        """Pairs of tokens of each of ``requests`` that end a call of several steps; empty for none."""
         ...
 
     def finished(self, request: Request) -> None: ...
@@ -108,18 +108,8 @@ class Drafts:
 
         The logits of a device are left there.
         """
-        if not isinstance(self.proposer, TreeSpeculator) or not isinstance(logits, np.ndarray):
-            return
-        recycled = self.proposer.recycled
-        if recycled is None:
-            return
-        for item, outcome, row in zip(items, found, rows, strict=True):
-            request = item.request
-            if not (
-                isinstance(outcome, Failure) or request.received.cache_salt or self.proposer.rests(request)
-            ):
-                places = (row, *(row + right for right in outcome.rows))
-                self._optional(recycled.collect, item.request.token_ids, outcome.tokens, logits, places)
+        if isinstance(self.proposer, TreeSpeculator) and isinstance(logits, np.ndarray):
+            self._optional(self.proposer.collect, items, found, logits, rows)
 
     def took(self, items: Sequence[ScheduledRequest], step: StepTime) -> None:
         """Tell the proposer the time of a step, if the step had no prompts."""
@@ -127,13 +117,13 @@ class Drafts:
             self._optional(self.proposer.took, items, step)
 
     def steps_ahead(self, requests: Sequence[Request]) -> int:
-        """Decode steps of ``requests``, this one included, before the next look for guesses."""
+        """Decode steps of ``requests``, this one included, before the next look for guesses, at most."""
         if self.proposer is None:
             return MANY_STEPS
         return self._optional(self.proposer.steps_ahead, requests) or 1
 
     def watched(self, requests: Sequence[Request]) -> Sequence[Sequence[TokenPairs]]:
-        """Pairs of tokens of each of ``requests`` before which steps may run in a call; empty for none."""
+        """Pairs of tokens of each of ``requests`` that end a call of several steps; empty for none."""
         if self.proposer is None:
             return ()
         return self._optional(self.proposer.watched, requests) or ()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,6 +32,8 @@ def test_agrees_with_a_search(ids: list[int], cuts: list[int]) -> None:
         start += cut
         assert text.ids == ids[:start]
         assert text.find(text.ids) == searched(ids[:start], ids[:start])
+        for pair in itertools.product(range(3), repeat=2):
+            assert (pair in text.pairs) == bool(text.find(pair))
 
 
 @given(st.lists(st.integers(-1, 2), max_size=60), st.lists(st.integers(0, 2), max_size=30))

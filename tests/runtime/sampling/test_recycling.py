@@ -46,7 +46,7 @@ def test_two_known_tokens_go_before_one() -> None:
 def test_a_step_fills_the_table_for_each_right_row() -> None:
     logits = np.eye(6, dtype=np.float32)[[4, 0, 5]] * 100  # likeliest: 4, 0 and 5
     table = Recycled()
-    table.collect([1, 2], (4, 5), logits, (0, 2))
+    table.collect([1, 2], (4, 5), likeliest(logits, (0, 2)))
     assert table.after((1, 2)) == (2, (4,))
     assert table.after((2, 4)) == (2, (5,))
     assert table.after((4, 5)) == (0, ())

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from optkit.runtime.sampling import rows as rows_module
 from optkit.runtime.sampling import sampler
-from optkit.runtime.sampling.recycling import Recycled
 from optkit.runtime.sampling.rows import largest, on_host, take_rows
 from optkit.runtime.scheduling.cost_model import CostModel
 from optkit.runtime.types import Batch, EngineRequest, SamplingParams
@@ -59,7 +58,7 @@ def test_no_operator_of_torch_runs_between_the_kernels_of_two_steps(
     if not native:
         monkeypatch.setattr(sampler.native, "available", lambda: False)
     engine = fake_engine(options={"vocab_size": 1 << 15, "script": [1, 2, 3, 4], "max_model_len": 64})
-    engine.scheduler.proposer = Untimed(CostModel(), 8, recycled=Recycled())
+    engine.scheduler.proposer = Untimed(CostModel(), 8, recycles=True)
     engine.scheduler.proposer.costs.seconds = lambda work: 1.0 + 0.01 * work.tokens  # type: ignore[method-assign]
     if tensors:
         monkeypatch.setattr(engine.runner, "execute", tensors_of(engine.runner.execute))

@@ -11,8 +11,7 @@ import pytest
 from optkit.runtime.draft_tree import DraftTree, depths_of
 from optkit.runtime.engine import Engine
 from optkit.runtime.sampling.proposer import StepTime
-from optkit.runtime.sampling.recycling import Recycled
-from optkit.runtime.sampling.tree_speculator import Chances, EarlierAnswers, TreeSpeculator
+from optkit.runtime.sampling.tree_speculator import Chances, TreeSpeculator
 from optkit.runtime.scheduling.cost_model import CostModel, StepWork
 from optkit.runtime.scheduling.row_costs import RowCosts
 from optkit.runtime.types import EngineRequest, Request, SamplingParams, ScheduledRequest
@@ -225,28 +224,18 @@ def test_earlier_answers_are_searched_but_not_across_salts() -> None:
     assert propose(speculator, ended("c", [1, 60, 61], [])) == (62, 63)
     assert propose(speculator, ended("d", [1, 70, 71], [])) == ()
     assert propose(speculator, ended("e", [1, 60, 61], [], salt="other")) == ()
+    assert propose(speculator, ended("g", [1, 70, 71], [], salt="tenant")) == (72,)
+    (watched,) = speculator.watched([ended("e", [], [], salt="other")]) or ([],)
+    assert not any((60, 61) in pairs or (70, 71) in pairs for pairs in watched)
     assert propose(TreeSpeculator(Priced(0.0), 8), ended("f", [1, 60, 61], [])) == ()
 
 
-def test_old_answers_are_forgotten() -> None:
-    earlier = EarlierAnswers(4)
-    for number in range(10):
-        earlier.add([number, number + 100, number + 200])
-
-    def known(number: int) -> bool:
-        return any(text.find([number, number + 100]) for text in earlier.texts)
-
-    assert [known(number) for number in range(10)] == [False] * 6 + [True] * 4
-    nothing = EarlierAnswers(0)
-    nothing.add([1, 2, 3])
-    assert not any(text.ids for text in nothing.texts)
-
-
 def test_recycled_tokens_are_guessed_behind_the_tokens_of_the_text() -> None:
-    recycled = Recycled()
+    speculator = TreeSpeculator(Priced(0.0), 4, recycles=True)
+    recycled = speculator.shared.of("").recycled
     recycled.add([8, 9], (20, 21))
     recycled.add([9, 20], (22,))
-    speculator = TreeSpeculator(Priced(0.0), 4, recycled=recycled)
+    assert propose(speculator, ended("s", [1, 8, 9], [], salt="tenant")) == ()
     draft = propose(speculator, sequence([1, 8, 9]))
     assert set(draft) == {20, 21, 22}
     assert depths_of(draft)[0] == 1
@@ -254,7 +243,7 @@ def test_recycled_tokens_are_guessed_behind_the_tokens_of_the_text() -> None:
 
 def speculating(runner_script: list[int] | None = None, **options: object) -> Engine:
     engine = fake_engine(options={"script": runner_script} if runner_script else {})
-    engine.scheduler.proposer = Untimed(Priced(0.01), 8, recycled=Recycled(), max_cached_requests=8)
+    engine.scheduler.proposer = Untimed(Priced(0.01), 8, recycles=True, max_cached_requests=8)
     return engine
 
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from optkit.runtime.engine import Engine
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.sampling.proposer import NgramProposer, Speculator
-from optkit.runtime.sampling.recycling import Recycled
 from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.scheduling.cost_model import CostModel
 from optkit.runtime.scheduling.drafts import MAX_FORCED, Proposer
@@ -106,7 +105,7 @@ def test_preempted_answers_are_the_same(num_blocks: int) -> None:
 def test_guesses_within_the_constraint_change_nothing(trees: bool) -> None:
     speculator: Proposer = Speculator(NgramProposer(), Eager(CostModel(), 5))
     if trees:
-        speculator = Untimed(Priced(0.001), 8, recycled=Recycled(), max_cached_requests=8)
+        speculator = Untimed(Priced(0.001), 8, recycles=True, max_cached_requests=8)
     engine = constrained_engine()
     engine.scheduler.proposer = speculator
     assert answers(engine) == PLAIN
@@ -216,7 +215,7 @@ def test_no_history_changes_an_answer(
     if guesses == "chains":
         engine.scheduler.proposer = Speculator(NgramProposer(), Eager(CostModel(), 4))
     if guesses == "trees":
-        engine.scheduler.proposer = Untimed(Priced(0.001), 8, recycled=Recycled(), max_cached_requests=8)
+        engine.scheduler.proposer = Untimed(Priced(0.001), 8, recycles=True, max_cached_requests=8)
     found = {str(i): "" for i in range(len(PROMPTS))}
     pending = sorted(range(len(PROMPTS)), key=lambda i: arrivals[i])
     params, step = mixed(), 0

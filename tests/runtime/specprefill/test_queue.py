@@ -16,7 +16,6 @@ from optkit.runtime.draft_tree import DraftTree
 from optkit.runtime.engine import Engine
 from optkit.runtime.kv.rolling import RollingWindow
 from optkit.runtime.runner import ModelRunner
-from optkit.runtime.sampling.recycling import Recycled
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.specprefill.graph import ScoredLayer, scoring_graph
 from optkit.runtime.specprefill.queue import ScoringQueue, SpecPrefillOptions
@@ -187,7 +186,7 @@ def test_trees_of_guesses_behind_gaps_change_nothing(limits: dict[str, int]) -> 
     config = SchedulerConfig(**LIMITS | limits)
     model = lower(with_positions(int8_graph()), TARGET)
     runner = Trees(model, config.num_blocks, config.block_size)
-    speculator = Untimed(Priced(0.001), 8, recycled=Recycled(), max_cached_requests=8)
+    speculator = Untimed(Priced(0.001), 8, recycles=True, max_cached_requests=8)
     made = Engine(runner, config, None, speculator)
     made.specprefill = engine().specprefill
     asked = [request(str(n), prompt) for n, prompt in enumerate(PROMPTS)]

@@ -1,0 +1,65 @@
+"""What requests leave for others as sources of guesses: their answers, and the likely tokens of their logits.
+
+Requests of one ``cache_salt`` share them and no other sees them: how fast an answer comes would tell what others wrote.
+The API process makes salts of tenants, so each tenant has its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from optkit.runtime.sampling.occurrences import END, Occurrences
+from optkit.runtime.sampling.recycling import Recycled
+
+CACHED_TOKENS = 1 << 16  # of earlier answers, some 13 MB
+MOST_SALTS = 4  # the salts used last keep their text
+
+
+class EarlierAnswers:
+    """The newest answers of other requests, in two texts: when the first is full the second is forgotten.
+
+    Args:
+        most: answers that are kept.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most, self.texts, self._count = most, (Occurrences(), Occurrences()), 0
+
+    def add(self, answer: Sequence[int]) -> None:
+        if self.most < 1:
+            return
+        if 2 * self._count >= self.most or 2 * len(self.texts[0].ids) >= CACHED_TOKENS:
+            self.texts, self._count = (Occurrences(), self.texts[0]), 0
+        self.texts[0].extend([END, *answer])
+        self._count += 1
+
+
+class SharedText:
+    """The sources of the requests of one salt.
+
+    Args:
+        max_cached_requests: answers that are kept.
+    """
+
+    def __init__(self, max_cached_requests: int) -> None:
+        self.earlier, self.recycled = EarlierAnswers(max_cached_requests), Recycled()
+
+
+class SharedTexts:
+    """The sources of the requests of each salt.
+
+    Args:
+        max_cached_requests: answers of a salt that are kept.
+    """
+
+    def __init__(self, max_cached_requests: int) -> None:
+        self.max_cached_requests = max_cached_requests
+        self._by_salt: dict[str, SharedText] = {}  # the salt used last is last
+
+    def of(self, salt: str) -> SharedText:
+        """The sources for ``salt``; those of the salt that was not used for longest are forgotten."""
+        found = self._by_salt.pop(salt, None)
+        while found is None and len(self._by_salt) >= MOST_SALTS:
+            del self._by_salt[next(iter(self._by_salt))]
+        self._by_salt[salt] = found or SharedText(self.max_cached_requests)
+        return self._by_salt[salt]
