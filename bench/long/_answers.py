@@ -90,7 +90,7 @@ def answer(engine: Engine, prompt: Sequence[int], sampling: SamplingParams) -> A
 class Learned:
     """The tables of an engine's source of guesses, as filled so far."""
 
-    NAMES = ("recycled", "earlier", "chances")
+    NAMES = ("shared", "chances")
 
     def __init__(self, engine: Engine) -> None:
         self.proposer = engine.scheduler.proposer
