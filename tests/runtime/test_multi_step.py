@@ -7,7 +7,7 @@ import itertools
 import os
 import random
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import cast
 
 import numpy as np
@@ -16,7 +16,7 @@ import pytest
 from optkit.graph.ir import Graph
 from optkit.graph.kv_layout import kv_layout
 from optkit.kernels.cpu import native
-from optkit.kernels.cpu.decode_steps import Choice, Outlet
+from optkit.kernels.cpu.decode_steps import Choice, Outlet, TokenPairs
 from optkit.lowering.native_model import NativeModel
 from optkit.runtime.engine import Engine
 from optkit.runtime.multi_step import ANY_TOKEN, MAX_STEPS
@@ -242,11 +242,9 @@ def test_native_steps_give_the_tokens_of_single_steps(kind: str, seed: int) -> N
 
 
 @needs_native
-@pytest.mark.parametrize("seed", range(4))
 def test_native_steps_between_guesses_give_the_tokens_of_single_steps(
-    seed: int, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    single, _ = answers("llama", seed, multi_step=False)
     ends, decode = (
         list[list[bool]](),
         ModelRunner.decode,
@@ -254,26 +252,24 @@ def test_native_steps_between_guesses_give_the_tokens_of_single_steps(
 
     def noted(runner: ModelRunner, batch: Batch, choice: Choice, outlet: Outlet) -> np.ndarray:
         tokens = decode(runner, batch, choice, outlet)
-        before = [item.request.token_ids[-1] for item in batch.items]
-        rows = [before, *tokens.tolist()]
         if any(choice.pairs):
-            ends.append(
-                [
-                    any(
-                        pair in each
-                        for pair, sets in zip(zip(*two, strict=True), choice.pairs, strict=True)
-                        for each in sets
-                    )
-                    for two in itertools.pairwise(rows)
-                ]
-            )
+            before = [item.request.token_ids[-1] for item in batch.items]
+            steps = itertools.pairwise([before, *tokens.tolist()])
+            ends.append([is_watched(zip(*step, strict=True), choice.pairs) for step in steps])
         return tokens
 
     monkeypatch.setattr(ModelRunner, "decode", noted)
-    many, _ = answers("llama", seed, multi_step=True, guesses=True)
-    assert many == single
+    for seed in range(4):
+        single, _ = answers("llama", seed, multi_step=False)
+        many, _ = answers("llama", seed, multi_step=True, guesses=True)
+        assert many == single
     assert any(len(call) > 1 and call[-1] for call in ends)
     assert not any(any(call[:-1]) for call in ends)
+
+
+def is_watched(pairs: Iterable[tuple[int, int]], sets: Sequence[Sequence[TokenPairs]]) -> bool:
+    """True where the pair of a sequence is in one of its sets."""
+    return any(pair in each for pair, its in zip(pairs, sets, strict=True) for each in its)
 
 
 @needs_native
