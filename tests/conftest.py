@@ -6,7 +6,8 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -113,14 +114,30 @@ def one_instruction_set() -> Iterator[None]:
         native.set_isa(ISA)
 
 
-@pytest.fixture(autouse=True)
-def reopened_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Artifacts are checked as they are written, but without a process each, which takes seconds."""
-    if request.node.get_closest_marker("new_process"):
-        return
+@pytest.fixture(scope="session", autouse=True)
+def reopened_in_new_process() -> Iterator[Callable[[Path], torch.Tensor]]:
+    """Artifacts are checked as they are written, those of fixtures too, but without a process each, of seconds.
+
+    The value is what they are checked with in use, which starts a process.
+    """
+    from optkit.pipeline import check
     from tests.support.quick import reopen_here
 
-    reopen_here(monkeypatch.setattr)
+    in_use = check.reopened_logits
+    with pytest.MonkeyPatch.context() as patch:
+        reopen_here(patch.setattr)
+        yield in_use
+
+
+@pytest.fixture(autouse=True)
+def reopened_as_marked(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    reopened_in_new_process: Callable[[Path], torch.Tensor],
+) -> None:
+    """What a test with the marker writes is checked as in use."""
+    if request.node.get_closest_marker("new_process"):
+        monkeypatch.setattr("optkit.pipeline.check.reopened_logits", reopened_in_new_process)
 
 
 @pytest.fixture(scope="session", autouse=True)

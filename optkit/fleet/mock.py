@@ -27,7 +27,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 
 from optkit.cancellation import check_cancelled
 from optkit.errors import UserError
@@ -221,7 +220,7 @@ class MockRunner(TokenKV):
     def workspace_bytes(self, num_tokens: int, num_rows: int) -> int:
         return 0
 
-    def execute(self, batch: Batch) -> torch.Tensor:
+    def execute(self, batch: Batch) -> np.ndarray:
         """Logits [sum of num_logits, vocab_size] float32, after the seconds of the step."""
         end = self._clock() + self._costs.step(batch.items)
         if self.model.die_token is not None and any(map(self._is_deadly, batch.items)):
@@ -234,7 +233,7 @@ class MockRunner(TokenKV):
                 set_likely(found[row], self.model.likely_after(ids[: len(ids) - back]))
                 row += 1
         self._wait(end)
-        return torch.from_numpy(found)
+        return found
 
     def decode(self, batch: Batch, choice: Choice, outlet: Outlet) -> np.ndarray:
         """The tokens [n, S] int64 of up to ``batch.num_steps`` steps, by the rules of ``decode_steps.decode``."""

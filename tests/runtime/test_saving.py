@@ -7,10 +7,12 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 import optkit
 from optkit.artifact.manifest import MANIFEST
@@ -21,6 +23,7 @@ from optkit.runtime.saving import has_saved
 from optkit.runtime.types import SamplingParams
 from tests.support.model_directory import save_model
 from tests.support.quick import quick
+from tests.support.target import keep_target
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
 
@@ -44,9 +47,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
-    """An artifact of int8 layers, by ``optkit.optimize``."""
+def made(
+    tmp_path_factory: pytest.TempPathFactory,
+    cache: Path,
+    reopened_in_new_process: Callable[[Path], torch.Tensor],
+) -> Path:
+    """An artifact of int8 layers, by ``optkit.optimize``, whose check saves the model."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("optkit.pipeline.check.reopened_logits", reopened_in_new_process)
         patch.setenv("OPTKIT_CACHE", str(cache))
         quick(patch.setattr)
         source = save_model(tmp_path_factory.mktemp("models") / "tiny")
@@ -57,8 +65,9 @@ def made(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
 
 @pytest.fixture
 def artifact(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the artifact, and an empty cache."""
+    """A copy of the artifact, and a cache that knows the machine alone."""
     monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
+    keep_target()
     return Path(shutil.copytree(made, tmp_path / "tiny"))
 
 

@@ -40,6 +40,7 @@ from optkit.machine.target import usable_cores
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.multi_step import ANY_TOKEN
 from optkit.runtime.process import ipc
+from optkit.runtime.process.launch import DEFAULT_FACTORY
 from optkit.runtime.process.profiler import WHILE_WRITING_SECONDS, EngineProfiler
 from optkit.runtime.saving import has_saved
 from optkit.runtime.types import (
@@ -320,7 +321,7 @@ def load(args: argparse.Namespace, sock: socket.socket, frames: ipc.FrameReader)
     """The engine and its info. Imports come first, while the parent imports, too."""
     gc.disable()  # imported modules live as long as the process: collections would look at them in vain
     factory = resolve(args.factory)
-    if not has_saved(args.artifact):  # a model has to be lowered
+    if args.factory == DEFAULT_FACTORY and not has_saved(args.artifact):  # a model has to be lowered
         importlib.import_module("torch")
     gc.freeze()
     gc.enable()
