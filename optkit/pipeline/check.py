@@ -59,7 +59,6 @@ def check_reopened(directory: Path, graph: Graph, target: Target, dtype: torch.d
     lowered = lower_with_code(graph, target, native=directory / NATIVE, dtype=dtype, streamed=streamed)
     expected = probe_logits(lowered)
     del lowered
-    gc.collect()  # modules of torch.fx are cycles, and the new process needs the memory
     given = reopened_logits(directory)
     if given.shape != expected.shape:
         raise differs(f"its logits are {list(given.shape)}, those measured {list(expected.shape)}")
@@ -85,6 +84,7 @@ def probe_logits(model: Executable) -> Tensor:
 
 def reopened_logits(directory: Path) -> Tensor:
     """Logits of the probe from ``directory``, computed by a new process and sent through a pipe."""
+    gc.collect()  # modules of torch.fx are cycles, and the new process needs the memory
     command = [sys.executable, "-m", "optkit.pipeline.check", str(directory), str(torch.get_num_threads())]
     try:
         done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_SECONDS, check=False)

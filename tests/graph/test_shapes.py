@@ -18,6 +18,7 @@ from optkit.graph.shapes import Point, infer_shapes
 from optkit.kernels import reference
 from optkit.pipeline.records import RunRecord
 from tests.support.graphs import apply, captured
+from tests.support.hostile_artifact import native_artifact
 from tests.support.sample_artifact import real_artifact
 
 POINTS = (Point(5, 2, 5), Point(2, 2, 33))
@@ -52,6 +53,22 @@ def test_rules_agree_with_references(
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize(
+    "y", [meta(3, 64), meta(64), meta(3, 64, dtype=torch.bfloat16), meta(64, 3).T, 2, 0.5]
+)
+@pytest.mark.parametrize("options", [{}, {"alpha": 1}, {"alpha": 3}])
+def test_the_rule_of_a_sum_is_that_of_torch(y: Tensor | float, options: dict[str, int]) -> None:
+    op, x = torch.ops.aten.add.Tensor, meta(3, 64)
+    by_rule, by_torch = shape_rule(op)(x, y, **options), op(x, y, **options)
+    assert described(by_rule) == described(by_torch) and by_rule.stride() == by_torch.stride()
+
+
+@pytest.mark.parametrize(("y", "alpha"), [(meta(3, 65), 1), (meta(3, 64), "1"), (meta(3, 64), None)])
+def test_a_sum_that_torch_refuses_is_refused(y: Tensor, alpha: Any) -> None:
+    with pytest.raises((RuntimeError, TypeError, ValueError)):
+        shape_rule(torch.ops.aten.add.Tensor)(meta(3, 64), y, alpha=alpha)
 
 
 X, F8 = meta(3, 64), meta(3, 64, dtype=torch.float8_e4m3fn)
@@ -108,10 +125,12 @@ def test_what_does_not_fit_is_refused(op: Any, args: tuple[Any, ...], reason: st
 
 def test_opening_an_artifact_leaves_the_compiler_alone(tmp_path: Path) -> None:
     recipe = "schema_version: 1\nname: small\n"
-    directory = real_artifact(tmp_path / "a", tmp_path / "source", recipe, RunRecord([], None))
-    code = "import sys; from optkit.artifact.open import Artifact; Artifact.open(sys.argv[1]).executable(); "
-    code += "sys.exit('torch._dynamo' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code, str(directory)]).returncode == 0
+    small = real_artifact(tmp_path / "a", tmp_path / "source", recipe, RunRecord([], None))
+    code = "import sys; from optkit.artifact.open import Artifact; "
+    code += "[Artifact.open(each).executable() for each in sys.argv[1:]]; "
+    code += "sys.exit(bool({'torch._dynamo', 'sympy'} & {*sys.modules}))"
+    directories = [str(small), str(native_artifact(tmp_path / "llama"))]
+    assert subprocess.run([sys.executable, "-c", code, *directories]).returncode == 0
 
 
 def test_values_of_numbers_alone_are_on_the_meta_device() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from optkit.graph.ops import attention, collectives, experts, fp8, gates, linear, norms, recurrent, rows
-from optkit.graph.ops.aten import ATEN_OPS, SCALAR_OPS, aten
+from optkit.graph.ops.aten import ATEN_OPS, SCALAR_OPS, SHAPE_RULES, aten
 from optkit.graph.ops.record import Op
 
 RECORDS: dict[str, Op] = {
@@ -69,9 +69,9 @@ def op_of(node: fx.Node) -> Op:
 
 
 def shape_rule(target: Any) -> Callable[..., Any]:
-    """The shape rule of a call target; for an op outside of the dialect the target."""
+    """The shape rule of a call target; for most ops outside of the dialect the target."""
     op = record_of(target)
-    return target if op is None else op.shape
+    return SHAPE_RULES.get(target, target) if op is None else op.shape
 
 
 def is_row_wise(target: Any) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 # An element of the result depends on the elements at the same place of the operands, broadcast to one shape.
 POINTWISE_TABLE = """
@@ -76,3 +77,20 @@ def is_creator(target: Any) -> bool:
     return any(a.name == "device" for a in arguments) and not any(
         "Tensor" in str(a.real_type) for a in arguments
     )
+
+
+def add_rule(x: Any, y: Any, *, alpha: Any = 1) -> Any:
+    """The shape rule of ``add.Tensor``. On like tensors torch's own imports torch's compiler, which takes a second."""
+    if type(alpha) is int and alpha == 1 and is_alike(x, y):
+        return x.new_empty(x.shape)
+    return aten("add.Tensor")(x, y, alpha=alpha)
+
+
+def is_alike(x: Any, y: Any) -> bool:
+    """True for contiguous tensors of the same shape and type."""
+    if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
+        return False
+    return x.shape == y.shape and x.dtype == y.dtype and x.is_contiguous() and y.is_contiguous()
+
+
+SHAPE_RULES: dict[Any, Callable[..., Any]] = {aten("add.Tensor"): add_rule}  # of others: the op
