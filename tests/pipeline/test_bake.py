@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,10 +31,20 @@ from optkit.text.prompt_files import KnownPrompt, prefix_ids
 from optkit.text.tokenizer import Tokenizer
 from tests.support.chat_templates import QWEN
 from tests.support.model_directory import save_model
+from tests.support.quick import quick
 from tests.support.small_runs import recipe, run
 
+pytestmark = pytest.mark.usefixtures("quickly")
 SYSTEM = "You answer in few words, politely, and never guess. " * 4
 KV_INT8 = "  flash_attention: {}\n  kv_int8: {}\n"
+
+
+@pytest.fixture(scope="module")
+def quickly() -> Iterator[None]:
+    """Little text and quick timings: what a pass gains is not tested."""
+    with pytest.MonkeyPatch.context() as patch:
+        quick(patch.setattr)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +63,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def baked(source: Path, system: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def baked(source: Path, system: Path, tmp_path_factory: pytest.TempPathFactory, quickly: None) -> Path:
     out = tmp_path_factory.mktemp("artifacts") / "baked"
     record = run(source, out, f"passes:\n{KV_INT8}  bake_prefix: {{prompts: [{system}]}}\n")
     assert record.passes[-1].decision == "kept" and record.passes[-1].stats["tokens"]["system.txt"] > 100

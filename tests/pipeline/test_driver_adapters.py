@@ -15,6 +15,7 @@ from tests.support.small_runs import IDS, run, transformers_logits
 V = "model.layers.1.self_attn.v_proj"
 
 
+@pytest.mark.usefixtures("quick")
 def test_optimize_writes_the_merged_model_when_an_adapter_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

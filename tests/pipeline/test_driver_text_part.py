@@ -14,6 +14,7 @@ from tests.support.model_directory import VOCABULARY, save_model
 from tests.support.small_runs import IDS, run, transformers_logits
 
 
+@pytest.mark.usefixtures("quick")
 def test_optimize_writes_a_text_model_when_the_checkpoint_is_multimodal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

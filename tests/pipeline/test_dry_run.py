@@ -16,6 +16,7 @@ from optkit.kernels.cpu import native
 from optkit.pipeline.dry_run import dry_run
 from optkit.recipe.load import load_recipe, shipped_names
 from tests.support.architectures import tiny_model
+from tests.support.target import not_measured  # noqa: F401
 
 POINTS = ["prefill 24", "decode@25"]
 GRAPHS: dict[Path, Graph] = {}

@@ -99,6 +99,7 @@ def main() -> int:
     if work["log"]:
         logs.configure()
     supervisor.MAX_RESTARTS, supervisor.HUNG_TIMEOUT_SECONDS = work["max_restarts"], 1.0
+    supervisor.BACKOFF_SECONDS = 0.2
     break_detokenizer(work["mute_token"])
     artifact: Any = SimpleNamespace(directory=Path(work["directory"]), name="tiny", manifest={"digest": "d"})
 

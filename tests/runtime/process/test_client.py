@@ -182,6 +182,8 @@ def test_a_step_that_everybody_left_is_cancelled(tmp_path: Path) -> None:
 
 
 def test_silence_counts_only_while_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "TICK_SECONDS", 0.25)
+
     async def scenario(engine: EngineClient) -> None:
         os.kill(engine.pid, signal.SIGSTOP)
         an_hour_later = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600.0)
@@ -199,7 +201,9 @@ def test_silence_counts_only_while_somebody_listens(monkeypatch: pytest.MonkeyPa
     with_engine(scenario)
 
 
-def test_stop_interrupts_a_step_that_hangs() -> None:
+def test_stop_interrupts_a_step_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "STOP_SECONDS", 0.3)
+
     async def main() -> None:
         engine = client(step_delay=600.0)
         await engine.start(PATIENCE)
