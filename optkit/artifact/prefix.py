@@ -133,12 +133,11 @@ def is_weights(name: str) -> bool:
 
 def computed_here() -> dict[str, str]:
     """The versions that decide on the bits of KV: of optkit, torch and the instruction set of the kernels."""
-    import torch
-
     from optkit.artifact.measured_on import kernels_here
+    from optkit.machine.target import torch_version
     from optkit.version import VERSION
 
-    return {"optkit": VERSION, "torch": str(torch.__version__), "kernels": kernels_here()}
+    return {"optkit": VERSION, "torch": torch_version(), "kernels": kernels_here()}
 
 
 def has_prefix(directory: Path) -> bool:

@@ -172,8 +172,8 @@ def memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _torch_version() -> str:
-    """The version of torch, read without importing torch: reading a cached target stays cheap."""
+def torch_version() -> str:
+    """The version of torch, read without importing torch: a start without torch needs it, and a cached target."""
     from importlib.metadata import version
 
     return version("torch")
@@ -184,7 +184,7 @@ def _torch_version() -> str:
 
 def kept(kind: str, machine: Any, measure: Callable[[], Target], refresh: bool = False) -> Target:
     """The cached target of ``machine`` (JSON data) under the installed torch; ``measure`` fills a missing entry."""
-    digest = hashlib.sha256(json.dumps([machine, _torch_version()]).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(json.dumps([machine, torch_version()]).encode()).hexdigest()[:16]
     file = cache_dir("targets") / f"{kind}-{digest}.json"
     target = None if refresh else _read_cached(file)
     if target is None:
