@@ -128,7 +128,7 @@ CASES: dict[str, Callable[[Any], None]] = {
 
 
 def import_commands() -> None:
-    """Import the code of the child processes once, before the first fork: torch imports its compiler for some shapes."""
+    """Import the code of the child processes once, before the first fork; some shapes need torch._dynamo."""
     for module in ("optkit.cli.main", "optkit.cli.verify", "optkit.runtime.factory", "torch._dynamo"):
         import_module(module)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from optkit.runtime.process.launch import Launched, launch
 from tests.support.engine_process import FACTORY
 from tests.support.tiny_tokenizer import TEMPLATE, TEXT, fast_tokenizer
 
@@ -88,6 +89,12 @@ class LiveServer:
 
 
 def main() -> int:
+    with launch(FACTORY) as launched:  # it imports while this process does, as for ``optkit serve``
+        return run([launched])
+
+
+def run(ready: list[Launched]) -> int:
+    """Serve, with the engine process of ``ready`` first."""
     from optkit.machine import logs
     from optkit.runtime.process.client import EngineClient
     from optkit.serve import supervisor
@@ -106,7 +113,8 @@ def main() -> int:
     def make_client() -> EngineClient:
         silence = work["silence_seconds"]
         fake = json.dumps(work["engine"])
-        return EngineClient(fake, factory=FACTORY, silence_seconds=silence)
+        launched = ready.pop() if ready else None
+        return EngineClient(fake, factory=FACTORY, silence_seconds=silence, launched=launched)
 
     paths = {name: Path(value) for name, value in work["server"].items() if name in PATHS}
     options = ServeOptions(port=0, **work["server"] | paths)

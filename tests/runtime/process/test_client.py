@@ -230,8 +230,10 @@ def test_stop_interrupts_a_step_that_hangs(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_a_failed_start_says_why_and_leaves_no_process(
-    options: Any, error: type[Exception], message: str
+    options: Any, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(client_module, "STOP_SECONDS", 0.3)
+
     async def main() -> int | None:
         engine = client(**options)
         with pytest.raises(error, match=message):
