@@ -16,6 +16,7 @@ from bench.figures import command_line
 from optkit.artifact.open import Artifact
 from optkit.runtime.engine import Engine
 from optkit.runtime.factory import open_engine
+from optkit.runtime.sampling.tree_speculator import TreeSpeculator
 from optkit.runtime.types import EngineRequest, FinishReason, SamplingParams
 from optkit.text.tokenizer import Tokenizer
 
@@ -94,13 +95,13 @@ class Learned:
 
     def __init__(self, engine: Engine) -> None:
         self.proposer = engine.scheduler.proposer
-        self.values = {name: copy.deepcopy(getattr(self.proposer, name, None)) for name in self.NAMES}
+        names = self.NAMES if isinstance(self.proposer, TreeSpeculator) else ()
+        self.values = {name: copy.deepcopy(getattr(self.proposer, name)) for name in names}
 
     def restore(self) -> None:
         """Go back to the first state."""
         for name, value in self.values.items():
-            if hasattr(self.proposer, name):
-                setattr(self.proposer, name, copy.deepcopy(value))
+            setattr(self.proposer, name, copy.deepcopy(value))
 
 
 def both(

@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import platform
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -173,9 +174,21 @@ def memory_bytes() -> int:
 
 
 def torch_version() -> str:
-    """The version of torch, read without importing torch: a start without torch needs it, and a cached target."""
-    from importlib.metadata import version
+    """``torch.__version__``, read without importing torch: a start without torch needs it, and a cached target.
 
+    The version in the metadata of some wheels lacks the part behind the plus sign.
+    """
+    from importlib.metadata import version
+    from importlib.util import find_spec
+
+    spec = find_spec("torch")
+    for place in (spec.submodule_search_locations if spec else None) or ():
+        file = Path(place) / "version.py"
+        found = (
+            re.search(r"^__version__ = ['\"](.+)['\"]$", file.read_text(), re.M) if file.is_file() else None
+        )
+        if found:
+            return found[1]
     return version("torch")
 
 

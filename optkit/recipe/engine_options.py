@@ -336,8 +336,8 @@ class EngineOptions(SchedulingOptions, frozen=True, kw_only=True, forbid_unknown
     speculative_cached_requests: Annotated[
         int,
         about(
-            "With suffix: earlier answers that are searched for the last tokens. Requests with a cache_salt are left "
-            "out. 0: none.",
+            "With suffix: earlier answers of the same tenant and cache_salt that are searched for the last tokens. "
+            "0: none.",
             unit="answers",
             recipe="serving.speculative_cached_requests",
             ge=0,

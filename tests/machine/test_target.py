@@ -149,3 +149,7 @@ def test_present_target_names_the_remedy_when_there_is_no_gpu(tmp_path: Path) ->
     with pytest.raises(UserError, match="cuda-h100 and this machine has no CUDA GPU") as error:
         artifact.executable()
     assert error.value.where == str(tmp_path / "a") and "on a machine with an NVIDIA GPU" in error.value.fix
+
+
+def test_the_version_of_torch_is_known_without_its_import() -> None:
+    assert target.torch_version() == str(torch.__version__)

@@ -79,11 +79,11 @@ def is_creator(target: Any) -> bool:
     )
 
 
-def add_rule(x: Any, y: Any, *, alpha: Any = 1) -> Any:
+def add_rule(self: Any, other: Any, *, alpha: Any = 1) -> Any:
     """The shape rule of ``add.Tensor``. On like tensors torch's own imports torch's compiler, which takes a second."""
-    if type(alpha) is int and alpha == 1 and is_alike(x, y):
-        return x.new_empty(x.shape)
-    return aten("add.Tensor")(x, y, alpha=alpha)
+    if type(alpha) is int and alpha == 1 and is_alike(self, other):
+        return self.new_empty(self.shape)
+    return aten("add.Tensor")(self, other, alpha=alpha)
 
 
 def is_alike(x: Any, y: Any) -> bool:

@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import math
 
-from optkit.runtime.scheduling.cost_model import CostModel, StepWork
-
 START = 0.5  # tokens, of a new account
 MOST = 2.0  # tokens: right guesses of long ago pay for no more looks than that
 RATE = 0.012  # tokens, for each token while resting
 LONGEST_REST = 16  # tokens between two looks, and steps in one call
 LARGEST_PRICE = 3.0  # plain steps for a look: a frozen process says nothing about guesses
 SMALLEST_PRICE = -0.2
-CALL_SHARE = (
-    0.9  # of a step alone, for a step among others in a call, until measured; elsewhere the price of a search
-)
+CALL_SHARE = 0.9  # until measured, and where no steps run in calls, for the price of a search
+WEIGHT, LEAST_SHARE = 0.1, 0.5  # of a new share; smaller shares are noise
 
 
 class Account:
@@ -46,25 +43,15 @@ class Account:
         self.tokens -= min(max(tokens, SMALLEST_PRICE), LARGEST_PRICE)
 
 
-class PlainSteps:
-    """The time of a plain step in a call of several."""
+class CallShare:
+    """The time of a plain step in a call of several, as a share of a plain step alone.
+
+    A share, no time: both change with the machine's speed, and it is measured only while all requests rest.
+    """
 
     def __init__(self) -> None:
-        self._cost: CostModel | None = None
-        self._is_measured = False
+        self.value = CALL_SHARE
 
-    def observe(self, work: StepWork, seconds: float) -> None:
-        """Learn from a step of a call of several."""
-        if self._cost is None or not self._is_measured:
-            self._cost, self._is_measured = CostModel(), True
-        self._cost.observe(work, seconds)
-
-    def observe_alone(self, work: StepWork, seconds: float) -> None:
-        """Learn from a step without guesses that ran alone, until the first call of several steps."""
-        if not self._is_measured:
-            self._cost = self._cost or CostModel()
-            self._cost.observe(work, CALL_SHARE * seconds)
-
-    def seconds(self, work: StepWork) -> float | None:
-        """The predicted time of a step of ``work`` in a call; None before any step."""
-        return self._cost.seconds(work) if self._cost is not None else None
+    def observe(self, share: float) -> None:
+        """Learn from a call."""
+        self.value += WEIGHT * (min(max(share, LEAST_SHARE), 1.0) - self.value)

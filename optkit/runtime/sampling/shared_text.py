@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from optkit.runtime.sampling.occurrences import END, Occurrences
 from optkit.runtime.sampling.recycling import Recycled
 
-CACHED_TOKENS = 1 << 16  # of earlier answers, some 13 MB
-MOST_SALTS = 4  # the salts used last keep their text
+CACHED_TOKENS = 1 << 16  # of earlier answers, half as many again at most, some 20 MB
+MOST_SALTS = 4  # the salts used last keep their text, and those of requests under way
 
 
 class EarlierAnswers:
@@ -30,7 +30,7 @@ class EarlierAnswers:
             return
         if 2 * self._count >= self.most or 2 * len(self.texts[0].ids) >= CACHED_TOKENS:
             self.texts, self._count = (Occurrences(), self.texts[0]), 0
-        self.texts[0].extend([END, *answer])
+        self.texts[0].extend([END, *answer[-(CACHED_TOKENS // 2) :]])
         self._count += 1
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from optkit.kernels.cpu.decode_steps import TokenPairs
 from optkit.runtime.draft_tree import DraftTree, depths_of
-from optkit.runtime.sampling.looking import CALL_SHARE, LONGEST_REST, RATE, Account, PlainSteps
+from optkit.runtime.sampling.looking import CALL_SHARE, LONGEST_REST, RATE, Account, CallShare
 from optkit.runtime.sampling.occurrences import END, Occurrences, Place
 from optkit.runtime.sampling.proposer import SpeculationStats, StepTime
 from optkit.runtime.sampling.recycling import likeliest
@@ -90,15 +90,19 @@ Candidate = tuple[float, int, Node, Node]  # less its chance, its number, the pa
 
 
 class RequestText:
-    """The text of a request, and the root of its last tree."""
+    """The text of a request, and the root of its last tree.
 
-    def __init__(self) -> None:
+    Args:
+        shared: what other requests of the same salt left.
+    """
+
+    def __init__(self, shared: SharedText) -> None:
+        self.shared = shared
         self.text = Occurrences()
         self.root: Node | None = None
         self.account = Account()
         self.rests = False  # no guess is looked for in this step
         self.is_quiet = False  # none was found that pays
-        self.shared: SharedText | None = None
 
 
 class TreeSpeculator:
@@ -123,7 +127,7 @@ class TreeSpeculator:
     ) -> None:
         self.costs, self.most, self.branches, self.recycles = RowCosts(cost), most, branches, recycles
         self.shared = SharedTexts(max_cached_requests)
-        self.chances, self.stats, self.plain = Chances(), SpeculationStats(), PlainSteps()
+        self.chances, self.stats, self.call_share = Chances(), SpeculationStats(), CallShare()
         self._texts: dict[str, RequestText] = {}
         self._expected = 0.0  # right guesses of the latest draft, on average
 
@@ -132,7 +136,7 @@ class TreeSpeculator:
         for request in requests:
             base += chunk_work(1, request.num_computed, rows=1)
             if own := self._texts.get(request.request_id):
-                own.is_quiet = False
+                own.is_quiet = own.rests = False
         drafts, tokens = list[tuple[int, ...]](), float(len(requests))
         for request, limit in zip(requests, limits, strict=True):
             drafts.append(self._draft(request, min(limit, self.most), base, tokens))
@@ -152,24 +156,20 @@ class TreeSpeculator:
         owns = [own for item in items if (own := self._texts.get(item.request.request_id))]
         looking = [own for own in owns if not own.rests]
         plain = sum((chunk_work(1, item.request.num_held, rows=1) for item in items), StepWork())
-        if step.num_steps > 1:
-            if not looking:
-                self.plain.observe(plain, step.seconds)
-        else:
+        alone = max(self.costs.seconds(plain), MIN_SECONDS)  # a plain step
+        if step.num_steps == 1:
             self.costs.observe(step_work(items), step.seconds)
-            if step.could_be_several and not any(item.draft for item in items):
-                self.plain.observe_alone(plain, step.seconds)
+        elif not looking:
+            self.call_share.observe(step.seconds / alone)
         for own in owns:
             if own.rests:
                 own.account.earn(RATE * step.num_steps)
         if not looking:
             return
-        least = self.plain.seconds(plain) if step.could_be_several else None
-        if least is None:
-            least = CALL_SHARE * self.costs.seconds(plain)
+        share = self.call_share.value if step.could_be_several else CALL_SHARE
         # a call that begins with a look costs what a step alone costs more than one in a call
-        seconds = step.seconds if step.num_steps == 1 else self.costs.seconds(plain)
-        price = (seconds / max(least, MIN_SECONDS) - 1) * len(items) / len(looking)
+        seconds = step.seconds if step.num_steps == 1 else alone
+        price = (seconds / (share * alone) - 1) * len(items) / len(looking)
         for own in looking:
             own.account.spend(price)
 
@@ -199,8 +199,9 @@ class TreeSpeculator:
         return self._shared(request).earlier.texts
 
     def _shared(self, request: Request) -> SharedText:
-        """What other requests of the same salt left."""
-        return self.shared.of(request.received.cache_salt)
+        """What other requests of the same salt left; the same as long as ``request`` lives."""
+        own = self._texts.get(request.request_id)
+        return own.shared if own is not None else self.shared.of(request.received.cache_salt)
 
     def collect(
         self,
@@ -217,6 +218,8 @@ class TreeSpeculator:
             for item, outcome, row in zip(items, found, rows, strict=True)
             if not isinstance(outcome, Failure) and not self.rests(item.request)
         ]
+        if not known:
+            return
         likely = iter(likeliest(logits, [row for _, _, places in known for row in places]))
         for request, tokens, places in known:
             recycled = self._shared(request).recycled
@@ -229,8 +232,9 @@ class TreeSpeculator:
 
     def finished(self, request: Request) -> None:
         """Forget ``request``; the answer becomes a source for other requests of its salt."""
-        if self._texts.pop(request.request_id, None) is not None:
-            self._shared(request).earlier.add(request.output_ids)
+        own = self._texts.pop(request.request_id, None)
+        if own is not None:
+            own.shared.earlier.add(request.output_ids)
 
     def run_largest(self, num_requests: int) -> None:
         """Do nothing: there is nothing to allocate on a device."""
@@ -238,7 +242,9 @@ class TreeSpeculator:
     def _draft(self, request: Request, limit: int, base: StepWork, tokens: float) -> tuple[int, ...]:
         """The guesses for ``request``, beside ``base`` with ``tokens`` tokens on average."""
         self._expected = 0.0
-        own = self._texts.setdefault(request.request_id, RequestText())
+        own = self._texts.get(request.request_id)
+        if own is None:
+            own = self._texts[request.request_id] = RequestText(self._shared(request))
         known = len(own.text.ids)
         own.text.extend(request.token_ids[known:])
         if own.root is not None:
@@ -256,7 +262,6 @@ class TreeSpeculator:
             1.0,
             places=[(own.text, places), *((text, text.find(ids)) for text in self._earlier(request))],
         )
-        own.shared = self._shared(request)
         own.is_quiet = not self._grow(own, own.root, limit, base, tokens)
         return () if own.is_quiet else in_preorder(own.root)
 
@@ -334,7 +339,7 @@ class TreeSpeculator:
                 after = [(place + 1, matching + 1) for place, matching in group]
                 guesses[token] = kind
                 yield self._guess(node, token, kind, PRIORS[length] * share, [(text, after)])
-        if self.recycles and own.shared is not None:
+        if self.recycles:
             known, likely = own.shared.recycled.after((*own.text.ids[-2:], *node.path)[-2:])
             told = len(guesses)
             for rank, token in enumerate(likely):

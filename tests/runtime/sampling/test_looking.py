@@ -6,8 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optkit.runtime.sampling.looking import CALL_SHARE, LONGEST_REST, MOST, RATE, START, Account, PlainSteps
-from optkit.runtime.scheduling.cost_model import StepWork
+from optkit.runtime.sampling.looking import (
+    CALL_SHARE,
+    LEAST_SHARE,
+    LONGEST_REST,
+    MOST,
+    RATE,
+    START,
+    Account,
+    CallShare,
+)
 
 
 @given(st.lists(st.tuples(st.floats(0.05, 1.5), st.integers(0, 1)), min_size=1, max_size=60))
@@ -42,12 +50,14 @@ def test_a_frozen_process_costs_a_few_tokens() -> None:
     assert account.rest == LONGEST_REST and account.tokens > -10
 
 
-def test_steps_in_calls_replace_what_was_assumed_of_steps_alone() -> None:
-    plain, work = PlainSteps(), StepWork(1, 1, 100.0)
-    assert plain.seconds(work) is None
-    for _ in range(50):
-        plain.observe_alone(work, 0.010)
-    assert plain.seconds(work) == pytest.approx(CALL_SHARE * 0.010, rel=0.02)
-    plain.observe(work, 0.008)
-    plain.observe_alone(work, 0.020)
-    assert plain.seconds(work) == pytest.approx(0.008, rel=0.02)
+def test_the_share_of_a_step_in_a_call_follows_what_is_measured() -> None:
+    measured = CallShare()
+    assert measured.value == CALL_SHARE
+    for _ in range(60):
+        measured.observe(0.8)
+    assert measured.value == pytest.approx(0.8, abs=0.01)
+    measured.observe(100.0)  # a frozen process
+    assert measured.value < 0.85
+    for _ in range(60):
+        measured.observe(0.0)
+    assert measured.value == pytest.approx(LEAST_SHARE, abs=0.01)

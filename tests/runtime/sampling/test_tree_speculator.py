@@ -11,6 +11,7 @@ import pytest
 from optkit.runtime.draft_tree import DraftTree, depths_of
 from optkit.runtime.engine import Engine
 from optkit.runtime.sampling.proposer import StepTime
+from optkit.runtime.sampling.speculative import Followed
 from optkit.runtime.sampling.tree_speculator import Chances, TreeSpeculator
 from optkit.runtime.scheduling.cost_model import CostModel, StepWork
 from optkit.runtime.scheduling.row_costs import RowCosts
@@ -225,9 +226,39 @@ def test_earlier_answers_are_searched_but_not_across_salts() -> None:
     assert propose(speculator, ended("d", [1, 70, 71], [])) == ()
     assert propose(speculator, ended("e", [1, 60, 61], [], salt="other")) == ()
     assert propose(speculator, ended("g", [1, 70, 71], [], salt="tenant")) == (72,)
-    (watched,) = speculator.watched([ended("e", [], [], salt="other")]) or ([],)
-    assert not any((60, 61) in pairs or (70, 71) in pairs for pairs in watched)
-    assert propose(TreeSpeculator(Priced(0.0), 8), ended("f", [1, 60, 61], [])) == ()
+    for name, pair in (("c", (60, 61)), ("e", (0, 0)), ("g", (70, 71))):
+        (watched,) = speculator.watched([ended(name, [], [])])
+        known = {each for each in ((60, 61), (70, 71)) if any(each in pairs for pairs in watched)}
+        assert known == {pair} - {(0, 0)}
+
+
+def test_logits_are_recycled_for_the_salt_of_their_request() -> None:
+    speculator = TreeSpeculator(Priced(0.0), 4, recycles=True)
+    requests = [ended("a", [1, 2], []), ended("b", [1, 2], [], salt="tenant")]
+    for request in requests:
+        propose(speculator, request)
+    logits = np.eye(9, dtype=np.float32)[[3, 4, 5]] * 100
+    items = [ScheduledRequest(requests[0], 1), ScheduledRequest(requests[1], 2, (4,))]
+    found = [Followed((3,)), Followed((4, 5), (1,))]
+    speculator.collect(items, found, logits, [0, 1])
+    of = speculator.shared.of
+    assert of("").recycled.after((1, 2)) == (2, (3,))
+    assert of("tenant").recycled.after((1, 2)) == (2, (4,))
+    assert of("tenant").recycled.after((2, 4)) == (2, (5,))
+    assert of("").recycled.after((2, 4)) == (0, ())
+
+
+def test_a_request_keeps_its_sources_beside_many_salts() -> None:
+    speculator = TreeSpeculator(Priced(0.0), 4, recycles=True, max_cached_requests=4)
+    requests = [ended(str(number), [1, 2, number], [], salt=str(number)) for number in range(9)]
+    for request in requests:
+        propose(speculator, request)
+    logits = np.eye(99, dtype=np.float32)[[40 + number for number in range(9)]] * 100
+    items = [ScheduledRequest(request, 1) for request in requests]
+    speculator.collect(items, [Followed((40 + number,)) for number in range(9)], logits, list(range(9)))
+    for number, request in enumerate(requests):
+        request.token_ids += [7, 2, number]
+        assert {7, 40 + number} <= set(propose(speculator, request, 8))
 
 
 def test_recycled_tokens_are_guessed_behind_the_tokens_of_the_text() -> None:
