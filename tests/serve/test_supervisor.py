@@ -47,7 +47,7 @@ def test_processor_time_of_a_child_counts() -> None:
     child = [
         sys.executable,
         "-c",
-        "import time\nwhile time.process_time() < 0.5: pass\nprint(1, flush=True)\ninput()",
+        "import time\nwhile time.process_time() < 0.6: pass\nprint(1, flush=True)\ninput()",
     ]
     parent = [sys.executable, "-c", f"import subprocess\nsubprocess.run({child!r})"]
     with subprocess.Popen(parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

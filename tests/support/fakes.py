@@ -127,9 +127,6 @@ class FakeRunner(TokenKV):
                 break
             steps.append(cast("list[int]", tokens))
             stops = any(token in stop for token, stop in zip(steps[-1], choice.stops, strict=True))
-            ends = [(copy.token_ids[-1], token) for copy, token in zip(copies, steps[-1], strict=True)]
-            watched = choice.pairs or [()] * len(ends)
-            stops |= any(end in each for end, sets in zip(ends, watched, strict=True) for each in sets)
             if stops or len(steps) == batch.num_steps or sum(steps[-1]) % 5 == 0:
                 break
             if outlet.sink >= 0:

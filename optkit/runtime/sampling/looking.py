@@ -1,7 +1,7 @@
 """Accounts of the price of guesses: a request looks for guesses, or rests.
 
-A look costs time in two ways: wrong guesses make the step longer, and it ends the call in which plain steps run one
-after another (``optkit.runtime.multi_step``). So each request has an account in tokens. The right guesses of a step
+A look costs time in two ways: wrong guesses make the step longer, and the look ends the call in which plain steps run
+in sequence (``optkit.runtime.multi_step``). So each request has an account in tokens. The right guesses of a step
 are earned; the time of the step beyond a plain step, in plain steps, is spent. A request with an empty account rests,
 and earns ``RATE`` for each token, until the account is full enough for a look. So guesses slow an answer of n tokens
 down by at most about ``START`` + ``RATE`` * n steps, whatever the text.
@@ -46,7 +46,7 @@ class Account:
 class CallShare:
     """The time of a plain step in a call of several, as a share of a plain step alone.
 
-    A share, no time: both change with the machine's speed, and it is measured only while all requests rest.
+    The share changes less with the machine's speed than the two times. Calls show the share while all requests rest.
     """
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ class Occurrences:
     """The pairs of tokens of a growing text, with places.
 
     Attributes:
-        pairs: the pairs with a token after them, as ``find`` knows them.
+        pairs: the pairs for which ``find`` gives a place.
     """
 
     def __init__(self) -> None:
@@ -66,6 +66,6 @@ class Occurrences:
 
 
 def pairs_inside(ids: Sequence[int]) -> list[tuple[int, int]]:
-    """The pairs of neighbours in ``ids`` with a token after them."""
+    """The pairs of neighbours in ``ids``, except for pairs without a next token in the same text."""
     following = zip(ids, ids[1:], ids[2:], strict=False)
     return [(first, second) for first, second, third in following if END not in (first, second, third)]

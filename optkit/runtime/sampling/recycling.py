@@ -72,7 +72,7 @@ def likeliest(logits: np.ndarray, rows: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def within_range(logits: np.ndarray, tokens: Sequence[int]) -> tuple[int, ...]:
-    """The ``tokens`` less than ``RANGE`` below the first; they are in the order of ``logits`` [V]."""
+    """The ``tokens``, in the order of ``logits`` [V], less than ``RANGE`` below the first."""
     if not tokens:
         return ()
     least = logits.item(tokens[0]) - RANGE

@@ -1,7 +1,7 @@
-"""What requests leave for others as sources of guesses: their answers, and the likely tokens of their logits.
+"""Sources of guesses from earlier requests: answers, and the likely tokens of logits.
 
-Requests of one ``cache_salt`` share them and no other sees them: how fast an answer comes would tell what others wrote.
-The API process makes salts of tenants, so each tenant has its own.
+Only requests of the same ``cache_salt`` share sources, because the speed of an answer tells what the sources hold. The
+API process makes salts of tenants, so tenants share nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from optkit.runtime.sampling.occurrences import END, Occurrences
 from optkit.runtime.sampling.recycling import Recycled
 
-CACHED_TOKENS = 1 << 16  # of earlier answers, half as many again at most, some 20 MB
+CACHED_TOKENS = 1 << 16  # of earlier answers, twice as many at most, some 26 MB
 MOST_SALTS = 4  # the salts used last keep their text, and those of requests under way
 
 
@@ -19,7 +19,7 @@ class EarlierAnswers:
     """The newest answers of other requests, in two texts: when the first is full the second is forgotten.
 
     Args:
-        most: answers that are kept.
+        most: number of answers to keep.
     """
 
     def __init__(self, most: int) -> None:
@@ -35,10 +35,10 @@ class EarlierAnswers:
 
 
 class SharedText:
-    """The sources of the requests of one salt.
+    """The sources of the requests of a salt.
 
     Args:
-        max_cached_requests: answers that are kept.
+        max_cached_requests: number of answers to keep.
     """
 
     def __init__(self, max_cached_requests: int) -> None:
@@ -49,7 +49,7 @@ class SharedTexts:
     """The sources of the requests of each salt.
 
     Args:
-        max_cached_requests: answers of a salt that are kept.
+        max_cached_requests: number of answers to keep of each salt.
     """
 
     def __init__(self, max_cached_requests: int) -> None:
@@ -57,7 +57,7 @@ class SharedTexts:
         self._by_salt: dict[str, SharedText] = {}  # the salt used last is last
 
     def of(self, salt: str) -> SharedText:
-        """The sources for ``salt``; those of the salt that was not used for longest are forgotten."""
+        """The sources for ``salt``. The least recently used salt of too many is forgotten."""
         found = self._by_salt.pop(salt, None)
         while found is None and len(self._by_salt) >= MOST_SALTS:
             del self._by_salt[next(iter(self._by_salt))]

@@ -93,7 +93,7 @@ class RequestText:
     """The text of a request, and the root of its last tree.
 
     Args:
-        shared: what other requests of the same salt left.
+        shared: the sources of the salt.
     """
 
     def __init__(self, shared: SharedText) -> None:
@@ -176,7 +176,7 @@ class TreeSpeculator:
     def steps_ahead(self, requests: Sequence[Request]) -> int:
         """Steps before the next look for guesses for one of ``requests``, at most.
 
-        Each of several requests may end the steps by a pair of ``watched``, so fewer are planned for several.
+        A pair of ``watched`` of any request ends the steps, so the plan is shorter for several requests.
         """
         owns = [self._texts.get(request.request_id) for request in requests]
         quiet = sum(own is not None and own.is_quiet for own in owns)
@@ -184,8 +184,8 @@ class TreeSpeculator:
         return min((ahead(own, most) for own in owns), default=1)
 
     def watched(self, requests: Sequence[Request]) -> list[list[TokenPairs]]:
-        """The pairs of tokens that stood in the text of each request before, or in earlier answers: there may be
-        something to copy. None while a request rests.
+        """The pairs of tokens in the text of each request and in earlier answers: behind a pair there may be
+        something to copy. Empty while a request rests.
         """
         return [self._pairs(request, self._texts.get(request.request_id)) for request in requests]
 
@@ -195,11 +195,11 @@ class TreeSpeculator:
         return [text.pairs for text in (own.text, *self._earlier(request))]
 
     def _earlier(self, request: Request) -> Sequence[Occurrences]:
-        """The texts of earlier answers that ``request`` may see."""
+        """The texts of earlier answers for ``request``."""
         return self._shared(request).earlier.texts
 
     def _shared(self, request: Request) -> SharedText:
-        """What other requests of the same salt left; the same as long as ``request`` lives."""
+        """The sources of the salt of ``request``, the same object until the request ends."""
         own = self._texts.get(request.request_id)
         return own.shared if own is not None else self.shared.of(request.received.cache_salt)
 

@@ -49,8 +49,8 @@ class Proposer(Protocol):
         ...
 
     def steps_ahead(self, requests: Sequence[Request]) -> int:
-        """Decode steps, this one included, before the next look for guesses for ``requests``; a pair of ``watched``
-        ends them early.
+        """Decode steps, with the present step, before the next look for guesses for ``requests``. A pair of
+        ``watched`` ends the steps early.
         """
         ...
 
@@ -117,7 +117,7 @@ class Drafts:
             self._optional(self.proposer.took, items, step)
 
     def steps_ahead(self, requests: Sequence[Request]) -> int:
-        """Decode steps of ``requests``, this one included, before the next look for guesses, at most."""
+        """Decode steps of ``requests``, with the present step, before the next look for guesses, at most."""
         if self.proposer is None:
             return MANY_STEPS
         return self._optional(self.proposer.steps_ahead, requests) or 1
