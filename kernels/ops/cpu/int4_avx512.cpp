@@ -14,6 +14,7 @@ namespace optkit {
 namespace {
 
 constexpr int ROWS = 6;  // 12 accumulators and 12 float sums of 32 registers
+constexpr int ALONE = 4;  // rows of a single tile; for more arithmetic takes as long as memory, so two tiles look ahead
 
 // The 16 scales or minimums at `at` of a record.
 OPTKIT_AVX512 OPTKIT_INLINE __m512 widened(const uint8_t* at, bool half, int64_t which) {
@@ -151,7 +152,8 @@ void linear_w4a8_avx512(const Linear& p, const int32_t* start, const uint8_t* re
                         int64_t first, int64_t row, int64_t rows) {
     // As few tiles as possible, of nearly equal height. One alone is read as fast as memory gives; of several only the
     // first would wait for memory, so each asks for its share of the next panel.
-    const int64_t size = layout.size(p.group_steps), count = divide_up(rows, ROWS);
+    const int64_t size = layout.size(p.group_steps);
+    const int64_t count = std::max<int64_t>(divide_up(rows, ROWS), rows > ALONE ? 2 : 1);
     Ahead ahead{records + size * p.groups, count > 1 ? divide_up(size, 64 * count) * 64 : 0};
     for (int64_t left = count; left > 0; --left) {
         const int64_t now = divide_up(rows, left);
