@@ -104,6 +104,11 @@ class RequestText:
         self.rests = False  # no guess is looked for in this step
         self.is_quiet = False  # none was found that pays
 
+    @property
+    def searched(self) -> tuple[Occurrences, ...]:
+        """The texts with guesses: the request's own and earlier answers."""
+        return self.text, *self.shared.earlier.texts
+
 
 class TreeSpeculator:
     """A ``Proposer`` of trees, or of chains where the runner takes no trees.
@@ -187,16 +192,8 @@ class TreeSpeculator:
         """The pairs of tokens in the text of each request and in earlier answers: behind a pair there may be
         something to copy. Empty while a request rests.
         """
-        return [self._pairs(request, self._texts.get(request.request_id)) for request in requests]
-
-    def _pairs(self, request: Request, own: RequestText | None) -> list[TokenPairs]:
-        if own is None or own.rests:
-            return []
-        return [text.pairs for text in (own.text, *self._earlier(request))]
-
-    def _earlier(self, request: Request) -> Sequence[Occurrences]:
-        """The texts of earlier answers for ``request``."""
-        return self._shared(request).earlier.texts
+        owns = [self._texts.get(request.request_id) for request in requests]
+        return [[] if own is None or own.rests else [text.pairs for text in own.searched] for own in owns]
 
     def _shared(self, request: Request) -> SharedText:
         """The sources of the salt of ``request``, the same object until the request ends."""
@@ -254,13 +251,11 @@ class TreeSpeculator:
         places = own.text.find(ids)
         repeats = longest(places) >= LOOK_MATCHING and own.account.tokens > LOOK_LEAST
         own.rests = own.account.is_empty and not repeats
-        own.is_quiet = False
         if own.rests or limit < 1:
             return ()
+        earlier = own.shared.earlier.texts
         own.root = Node(
-            ids[-1],
-            1.0,
-            places=[(own.text, places), *((text, text.find(ids)) for text in self._earlier(request))],
+            ids[-1], 1.0, places=[(own.text, places), *((text, text.find(ids)) for text in earlier)]
         )
         own.is_quiet = not self._grow(own, own.root, limit, base, tokens)
         return () if own.is_quiet else in_preorder(own.root)
