@@ -12,6 +12,7 @@
 #include <cstring>
 #include <functional>
 
+#include "panels.h"
 #include "scratch.h"
 #include "simd_int8.h"
 #include "threads.h"
@@ -120,7 +121,7 @@ int64_t choose(const RowSampler& run, const SampledRow& row, int64_t n) {
 // among the largest.
 void likeliest(const RowSampler& run, const float* x, int64_t n, int64_t most, int64_t* tokens) {
     thread_local GrowingMemory memory;
-    const int64_t parts = (n + SUMMED - 1) / SUMMED;
+    const int64_t parts = divide_up(n, SUMMED);
     float* tops = memory.at_least<float>(2 * parts);
     run.find_tops(x, n, tops);
     float least = -INFINITY;
