@@ -5,13 +5,15 @@
 // 3 the other: shifts widen weights where they lie, and each 32-bit lane stays one output channel.
 //
 // Activations are widened once for all panels of a task, less their zero point, and a panel once for all rows of a task,
-// where the rows are many. A tile is R rows x 16 output channels, half a panel: 2 registers of 8 output channels a row. For
-// 32 products that are 2 vpmaddwd and 2 vpaddd, and for few rows 6 / (2 R) shifts. R goes to 4: 8 registers accumulate, 4
-// hold weights, 1 a row's pair and 1 a product.
+// where the rows are many. A tile of many rows is R rows x 16 output channels, half a panel: 2 registers of 8 output channels
+// a row. For 32 products that are 2 vpmaddwd and 2 vpaddd. R goes to 4: 8 registers accumulate, 4 hold weights, 1 a row's pair
+// and 1 a product.
 //
-// Few rows wait for memory. One or two take a whole panel, so that bytes are read in the order of memory; of more, the
-// first tiles ask for the next panel, a part each. Three rows and more of panels whose pairs of weights fit 16 bits have
-// tiles of their own (int8_pairs_avx2.cpp).
+// Few rows wait for memory. Their tiles take a whole panel, so that bytes are read in the order of memory, and widen it in
+// registers, half after half: 6 / (2 R) shifts more for 32 products. R goes to 3: 12 registers accumulate, 2 hold weights.
+//
+// The first tiles of a panel ask for the next one, a part each. Three rows and more of panels whose pairs of weights fit
+// 16 bits have tiles of their own (int8_pairs_avx2.cpp).
 #include <algorithm>
 
 #include "scratch.h"
@@ -22,10 +24,12 @@
 namespace optkit {
 namespace {
 
-constexpr int ROWS = 4;
 constexpr int HALF = 2, WHOLE = 4;  // registers across half a panel and a whole one
-constexpr int64_t WHOLE_ROWS = 2;   // up to here a tile takes a whole panel
+constexpr int ROWS = 4;             // of a tile across half a panel
+constexpr int WHOLE_ROWS = 3;       // of one across a whole panel
+constexpr int64_t FEW_ROWS = 6;     // up to here tiles take a whole panel
 constexpr int64_t MANY_ROWS = 16;   // from here on widening a panel in memory is faster than in each tile
+constexpr int64_t BY_ANY_ROWS = 2;  // up to here the tiles of this file are as fast as those for pairs that fit
 
 // Activations of some rows, [rows][steps][2] pairs of int16, q - 128: of bytes 0 and 2, and of bytes 1 and 3 of a step.
 struct Pairs {
@@ -68,19 +72,21 @@ OPTKIT_AVX2 OPTKIT_INLINE Lanes even(Lanes w) {
 }
 OPTKIT_AVX2 OPTKIT_INLINE Lanes odd(Lanes w) { return (Lanes)_mm256_srai_epi16((__m256i)w, 8); }
 
-// Add one pair of products of R rows and C registers of output channels.
+// Add one pair of products of R rows and, of C registers of output channels, the HALF from `first` on.
 template <int R, int C>
-OPTKIT_AVX2 OPTKIT_INLINE void add_products(Lanes (&a)[R][C], const int32_t* x, int64_t stride, const Lanes (&w)[C]) {
-#pragma GCC unroll 6
+OPTKIT_AVX2 OPTKIT_INLINE void add_products(Lanes (&a)[R][C], int first, const int32_t* x, int64_t stride,
+                                            const Lanes (&w)[HALF]) {
+#pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
         const __m256i pair = _mm256_set1_epi32(x[r * stride]);
-#pragma GCC unroll 4
-        for (int c = 0; c < C; ++c) {
-            a[r][c] += (Lanes)_mm256_madd_epi16((__m256i)w[c], pair);
+#pragma GCC unroll 2
+        for (int c = 0; c < HALF; ++c) {
+            a[r][first + c] += (Lanes)_mm256_madd_epi16((__m256i)w[c], pair);
             // gcc would add products first, for which registers are missing where rows are many
-            if (R > 2) asm("" : "+x"(a[r][c]));
+            if (R > 2) asm("" : "+x"(a[r][first + c]));
         }
     }
+    if (C == WHOLE && R > 2) asm("" ::: "memory");  // and would widen both halves at once
 }
 
 OPTKIT_AVX2 OPTKIT_INLINE void widen_panel(const int8_t* w, int64_t steps, int8_t* to) {
@@ -91,28 +97,36 @@ OPTKIT_AVX2 OPTKIT_INLINE void widen_panel(const int8_t* w, int64_t steps, int8_
     }
 }
 
+// Fetches what a tile of C registers reads of a step.
+template <int C>
+OPTKIT_AVX2 OPTKIT_INLINE void fetch(const int8_t* step) {
+    if (C == WHOLE) return fetch_step(step);
+    _mm_prefetch(step, _MM_HINT_T1);
+}
+
 // One group of R rows; `x` is their activations from the group's first step on. WIDE: the weights are widened. One of PARTS
 // steps asks for bytes from `ahead` on, as far ahead as its own; with 0 none does.
 template <int R, int C, bool WIDE, int PARTS>
 OPTKIT_AVX2 OPTKIT_INLINE void accumulate(Lanes (&a)[R][C], const int32_t* x, int64_t stride, const int8_t* w,
                                           int64_t steps, const int8_t* ahead) {
     for (int64_t s = 0; s < steps; ++s, x += 2, w += (WIDE ? 2 : 1) * STEP_BYTES, ahead += STEP_BYTES) {
-        if (PARTS > 0 && s % std::max(PARTS, 1) == 0)
+        if (PARTS > 0 && s % std::max(PARTS, 1) == 0) fetch<C>(ahead);
 #pragma GCC unroll 2
-            for (int c = 0; c < C; c += HALF) __builtin_prefetch(ahead + c * COLUMNS * STEP);
-        Lanes first[C], second[C];
-#pragma GCC unroll 4
-        for (int c = 0; c < C; ++c) {
-            if (WIDE) {
-                first[c] = load(w + 2 * c * COLUMNS * STEP);
-                second[c] = load(w + (2 * c + 1) * COLUMNS * STEP);
-            } else {
-                const Lanes bytes = load(w + c * COLUMNS * STEP);
-                first[c] = even(bytes), second[c] = odd(bytes);
+        for (int half = 0; half < C; half += HALF) {
+            Lanes first[HALF], second[HALF];
+#pragma GCC unroll 2
+            for (int c = 0; c < HALF; ++c) {
+                const int8_t* at = w + (WIDE ? 2 : 1) * (half + c) * COLUMNS * STEP;
+                if (WIDE) {
+                    first[c] = load(at), second[c] = load(at + COLUMNS * STEP);
+                } else {
+                    const Lanes bytes = load(at);
+                    first[c] = even(bytes), second[c] = odd(bytes);
+                }
             }
+            add_products<R, C>(a, half, x, stride, first);
+            add_products<R, C>(a, half, x + 1, stride, second);
         }
-        add_products<R, C>(a, x, stride, first);
-        add_products<R, C>(a, x + 1, stride, second);
     }
 }
 
@@ -137,31 +151,35 @@ template <bool WIDE, int PARTS>
 constexpr Tile HALVES[ROWS] = {tile<1, HALF, WIDE, PARTS>, tile<2, HALF, WIDE, PARTS>, tile<3, HALF, WIDE, PARTS>,
                                tile<4, HALF, WIDE, PARTS>};
 
+template <int PARTS>
+constexpr Tile WHOLES[WHOLE_ROWS] = {tile<1, WHOLE, false, PARTS>, tile<2, WHOLE, false, PARTS>,
+                                     tile<3, WHOLE, false, PARTS>};
+
+// Tiles of which each asks for one of `parts` parts of the next panel.
+const Tile* wholes_of(int64_t parts) { return parts == 0 ? WHOLES<0> : parts == 1 ? WHOLES<1> : WHOLES<2>; }
 template <bool WIDE>
 const Tile* halves_of(int64_t parts) {
     return parts == 0 ? HALVES<WIDE, 0> : parts == 1 ? HALVES<WIDE, 1> : parts == 2 ? HALVES<WIDE, 2> : HALVES<WIDE, 4>;
 }
 
-constexpr Tile WHOLES[WHOLE_ROWS] = {tile<1, WHOLE, false, 1>, tile<2, WHOLE, false, 1>};
-
 // `rows` rows of one panel, of which the first is the layer's row `row`; `x` is their activations.
 OPTKIT_AVX2 void rows_of_panel(const Linear& p, Panel panel, Pairs x, int64_t row, int64_t rows) {
     thread_local GrowingMemory scratch;
-    if (rows <= WHOLE_ROWS) return WHOLES[rows - 1](p, panel, x, 0, row, panel.weight + AHEAD_BYTES);
-    const bool wide = rows >= MANY_ROWS;
-    const auto tiles = wide ? halves_of<true> : halves_of<false>;
+    const bool few = rows <= FEW_ROWS, wide = rows >= MANY_ROWS;
+    const auto tiles = few ? wholes_of : wide ? halves_of<true> : halves_of<false>;
+    const int64_t width = (few ? WHOLE : HALF) * COLUMNS;
     const int8_t* next = panel.weight + p.steps * STEP_BYTES;
     if (wide) {
         auto* weight = scratch.at_least<int8_t>(2 * p.steps * STEP_BYTES);
         widen_panel(panel.weight, p.steps, weight);
         panel.weight = weight;
     }
-    int64_t left = divide_up(rows, ROWS);
+    int64_t left = divide_up(rows, few ? WHOLE_ROWS : ROWS);
     const int64_t parts = parts_of(left);
     for (int64_t part = 0; left > 0; --left, ++part) {  // tiles of nearly equal height
         const int64_t now = divide_up(rows, left);
         const Tile run = tiles(part < parts ? parts : 0)[now - 1];
-        for (int64_t column = 0; column < PANEL && panel.first + column < p.n; column += HALF * COLUMNS)
+        for (int64_t column = 0; column < PANEL && panel.first + column < p.n; column += width)
             run(p, panel, x, column, row, next + part * STEP_BYTES);
         x.at += now * x.stride;
         row += now;
@@ -169,7 +187,7 @@ OPTKIT_AVX2 void rows_of_panel(const Linear& p, Panel panel, Pairs x, int64_t ro
     }
 }
 
-OPTKIT_INLINE bool by_pairs(const Panel& panel, int64_t rows) { return panel.pairs_fit && rows > WHOLE_ROWS; }
+OPTKIT_INLINE bool by_pairs(const Panel& panel, int64_t rows) { return panel.pairs_fit && rows > BY_ANY_ROWS; }
 
 }  // namespace
 

@@ -17,6 +17,12 @@ constexpr int64_t AHEAD_BYTES = 3072;  // so far ahead lies what a tile of few r
 // during the first tile alone.
 inline int64_t parts_of(int64_t tiles) { return tiles >= 4 ? 4 : tiles >= 2 ? 2 : 1; }
 
+// Fetches a step of a panel that is read later. Not into the first cache, where it would drive out what tiles read now.
+OPTKIT_AVX2 OPTKIT_INLINE void fetch_step(const int8_t* step) {
+    _mm_prefetch(step, _MM_HINT_T1);
+    _mm_prefetch(step + STEP_BYTES / 2, _MM_HINT_T1);
+}
+
 // Not __m256i, which is 64-bit lanes to gcc: it would copy accumulators.
 using Lanes = int32_t __attribute__((vector_size(32)));
 
