@@ -107,6 +107,29 @@ def test_kernel_and_spec_agree_over_chunks(kv_heads: int, group: int, dim: int, 
     torch.testing.assert_close(outs[0], outs[1], atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("dim", "v_dim"), [(24, 48), (64, 64)])
+def test_int8_codes_choose_the_blocks_of_the_spec(dim: int, v_dim: int, isa: str) -> None:
+    """Of interleaved codes, which are multiplied as integers."""
+    case = replace(CASE, dim=dim, v_dim=v_dim, int8=True)
+    native.set_isa(isa)
+    before = sparse_tiles()
+    found = call(peaked(case), attention, [(0, 0, LENGTH)])
+    read, seen = (after - first for after, first in zip(sparse_tiles(), before, strict=True))
+    world = peaked(case)
+    q, k = world.q[0], world.k[0]
+    steps = k.abs().amax(-1, keepdim=True) / 127
+    keys = torch.round(k / steps) * steps
+    blocks = range(1, LENGTH // BLOCK)
+    chosen = [
+        chosen_blocks(q[at * BLOCK :][:BLOCK], keys[: (at + 1) * BLOCK], dim**-0.5, 0.6) for at in blocks
+    ]
+    assert read == sum(int(each.sum()) for each in chosen)
+    assert seen == sum(each.numel() for each in chosen) > 1.1 * read
+    expected = call(peaked(case), reference.attention, [(0, 0, LENGTH)])
+    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+
+
 @pytest.mark.parametrize("int8", [False, True])
 def test_bits_depend_on_no_cut_at_blocks_and_no_thread(int8: bool) -> None:
     case = replace(CASE, int8=int8)

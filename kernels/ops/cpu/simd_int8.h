@@ -5,7 +5,7 @@
 // are two words, halves, as `store_query` makes them: where an instruction multiplies bytes their high and their low
 // bytes, else numbers 0 and 2, and numbers 1 and 3. Four weights are `weight_words` words of `store_weights`: one of bytes,
 // else the same two. `Dot` adds the products of a row, one word for all lanes, and a column of bytes to an accumulator,
-// modulo 2^32: `between_halves` comes after the first half of signed numbers. Bytes get the zero point that makes them signed or unsigned as the
+// modulo 2^32: `between_halves` comes after the first half of signed numbers. `Rows` are sixteen rows, a word for each lane. Bytes get the zero point that makes them signed or unsigned as the
 // instructions want them (`key_zero`, `value_zero`: 128 is unsigned), and callers undo it. Sums are exact, so all
 // variants give the same bits.
 #pragma once
@@ -42,8 +42,10 @@ struct Int8Avx512 {
     struct Dot {
         using Column = __m512i;
         using Row = __m512i;
+        using Rows = Row;
         OP Column column(const void* p) { return _mm512_loadu_si512(p); }
         OP Row row(std::uint32_t word) { return _mm512_set1_epi32(static_cast<int>(word)); }
+        OP Rows rows(const void* p) { return _mm512_loadu_si512(p); }
         OP Ints add(Ints acc, Row row, Column column) {
             return bytes == Bytes::keys ? (Ints)_mm512_dpbusd_epi32((__m512i)acc, column, row)
                                         : (Ints)_mm512_dpbusd_epi32((__m512i)acc, row, column);
@@ -106,13 +108,16 @@ struct Int8Avx2 {
     struct Dot {
         using Column = Ints;
         using Row = __m256i;
+        using Rows = Ints;
         OP Column column(const void* p) {
             const Ints a = load(p);
             return {widened<bytes == Bytes::keys, half>(a.lo), widened<bytes == Bytes::keys, half>(a.hi)};
         }
         OP Row row(std::uint32_t word) { return _mm256_set1_epi32(static_cast<int>(word)); }
-        OP Ints add(Ints acc, Row row, Column column) {
-            return {add(acc.lo, row, column.lo), add(acc.hi, row, column.hi)};
+        OP Rows rows(const void* p) { return load(p); }
+        OP Ints add(Ints acc, Row row, Column column) { return add(acc, Rows{row, row}, column); }
+        OP Ints add(Ints acc, Rows rows, Column column) {
+            return {add(acc.lo, rows.lo, column.lo), add(acc.hi, rows.hi, column.hi)};
         }
 
       private:
@@ -187,6 +192,9 @@ struct Int8Portable {
         struct Row {
             std::int32_t number[2];
         };
+        struct Rows {
+            Ints number[2];
+        };
         OP Column column(const void* p) {
             const Ints a = load(p);
             Column b;
@@ -200,9 +208,22 @@ struct Int8Portable {
         OP Row row(std::uint32_t word) {
             return {{static_cast<std::int16_t>(word), static_cast<std::int16_t>(word >> 16)}};
         }
+        OP Rows rows(const void* p) {
+            Rows rows{{load(p), load(p)}};
+            for (int i = 0; i < 4; ++i) {
+                rows.number[0].q[i] = rows.number[0].q[i] << 16 >> 16;
+                rows.number[1].q[i] >>= 16;
+            }
+            return rows;
+        }
         OP Ints add(Ints acc, Row row, Column column) {
             for (int c = 0; c < 2; ++c)
                 for (int i = 0; i < 4; ++i) acc.q[i] += column.byte[c].q[i] * row.number[c];
+            return acc;
+        }
+        OP Ints add(Ints acc, Rows rows, Column column) {
+            for (int c = 0; c < 2; ++c)
+                for (int i = 0; i < 4; ++i) acc.q[i] += column.byte[c].q[i] * rows.number[c].q[i];
             return acc;
         }
     };

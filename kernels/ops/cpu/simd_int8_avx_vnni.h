@@ -22,10 +22,13 @@ struct Int8AvxVnni {
     struct Dot {
         using Column = Ints;
         using Row = __m256i;
+        using Rows = Ints;
         OP Column column(const void* p) { return load(p); }
         OP Row row(std::uint32_t word) { return _mm256_set1_epi32(static_cast<int>(word)); }
-        OP Ints add(Ints acc, Row row, Column column) {
-            return {add(acc.lo, row, (__m256i)column.lo), add(acc.hi, row, (__m256i)column.hi)};
+        OP Rows rows(const void* p) { return load(p); }
+        OP Ints add(Ints acc, Row row, Column column) { return add(acc, Rows{(Lanes)row, (Lanes)row}, column); }
+        OP Ints add(Ints acc, Rows rows, Column column) {
+            return {add(acc.lo, (Row)rows.lo, (__m256i)column.lo), add(acc.hi, (Row)rows.hi, (__m256i)column.hi)};
         }
 
       private:

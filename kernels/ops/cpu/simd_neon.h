@@ -127,11 +127,14 @@ struct Int8Neon {
     struct Dot {
         using Column = Ints;
         using Row = int32x4_t;
+        using Rows = Ints;
         OP Column column(const void* p) { return load(p); }
         OP Row row(std::uint32_t word) { return vdupq_n_s32(static_cast<std::int32_t>(word)); }
-        OP Ints add(Ints acc, Row row, Column column) {
-            return {{add(acc.q[0], row, column.q[0]), add(acc.q[1], row, column.q[1]), add(acc.q[2], row, column.q[2]),
-                     add(acc.q[3], row, column.q[3])}};
+        OP Rows rows(const void* p) { return load(p); }
+        OP Ints add(Ints acc, Row row, Column column) { return add(acc, Rows{{row, row, row, row}}, column); }
+        OP Ints add(Ints acc, Rows rows, Column column) {
+            return {{add(acc.q[0], rows.q[0], column.q[0]), add(acc.q[1], rows.q[1], column.q[1]),
+                     add(acc.q[2], rows.q[2], column.q[2]), add(acc.q[3], rows.q[3], column.q[3])}};
         }
 
       private:
