@@ -89,6 +89,7 @@ class PlanEntry(Schema):
     tensor_parallel: Annotated[int, Field(ge=1, le=MAX_RANKS)] | None = None
     pipeline_parallel: Annotated[int, Field(ge=1, le=MAX_RANKS)] | None = None
     two_four: list[Name] = Field(default_factory=list)
+    sparse_density: Annotated[float, Field(ge=0, le=1)] | None = None
     notes: Annotated[list[Annotated[str, Field(max_length=1000)]], Field(max_length=100)] = Field(
         default_factory=list
     )

@@ -24,7 +24,7 @@ from optkit.errors import UserError
 from optkit.graph.ir import Graph, GraphMeta, Origin, Part, Weight
 from optkit.graph.ops import op_name
 from optkit.graph.ops.plugins import target_of
-from optkit.graph.schema import GraphFile
+from optkit.graph.schema import GraphFile, PlanEntry
 from optkit.graph.states import KVSpec, RecurrentSpec, StateSpec
 from optkit.graph.stored import StoredTensor
 from optkit.plugins import MissingPlugIn
@@ -39,7 +39,13 @@ KIND_NAMES = {KVSpec: "kv", RecurrentSpec: "recurrent"}
 
 
 def graph_to_json(graph: Graph) -> str:
-    """The text of graph.json, a node a line."""
+    """The text of graph.json, a node a line.
+
+    Raises:
+        ValueError: an annotation that ``schema.PlanEntry`` has no field for, so that the file could not be read again.
+    """
+    if unknown := graph.annotations.keys() - PlanEntry.model_fields.keys():
+        raise ValueError(f"graph.json has no place for the annotations {sorted(unknown)}")
     nodes = [encode_node(n) for n in graph.fx.nodes if n.op == "call_function"]
     output = next(n for n in graph.fx.nodes if n.op == "output")
     head = {

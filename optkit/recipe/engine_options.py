@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 LOADING, SCHEDULING, ACCESS = "Loading", "Scheduling and KV cache", "Access and load"  # groups in --help
 
+ONE_OF_TWO = "a rolling window reads prompts whole, so SpecPrefill would do nothing"
 NO_SPECULATION = "none"  # a value of ``speculative_model``, against the recipe's
 MAX_TOKENS = 1 << 24
 MAX_BYTES = (1 << 50) - 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
@@ -73,6 +74,12 @@ def draft_model(artifact: Artifact, directory: str, vocab_size: int) -> DraftMod
     Raises:
         UserError: another tokenizer, or an artifact that cannot be loaded.
     """
+    if not Path(directory).exists():
+        raise UserError(
+            f"there is no artifact '{directory}'",
+            where="--speculative-model",
+            fix="suffix and ngram guess without a draft model; or give the path of an artifact",
+        )
     draft = Artifact.open(directory)
     if tokenizer_of(artifact) != tokenizer_of(draft):
         raise UserError(

@@ -48,6 +48,13 @@ def test_round_trip(name: str) -> None:
     assert_round_trip(captured(name))
 
 
+def test_an_annotation_that_could_not_be_read_again_is_not_written() -> None:
+    graph = captured("llama").clone()
+    graph.annotations["density_of_a_new_pass"] = 0.5
+    with pytest.raises(ValueError, match=r"no place for the annotations \['density_of_a_new_pass'\]"):
+        graph_to_json(graph)
+
+
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_round_trip_of_int4_weights(symmetric: bool) -> None:
     graph = captured("llama")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from optkit.graph.ir import Graph
-from optkit.graph.serialize import graph_from_json, graph_to_json
+from optkit.graph.serialize import annotations_from_json, graph_from_json, graph_to_json
 from optkit.graph.shapes import Point
 from optkit.graph.verify import verify
 from optkit.kernels.cpu import native
@@ -86,6 +86,7 @@ def test_the_report_has_density_and_predicted_gain() -> None:
     assert 0.3 < stats["density"] < 0.95 and stats["density_tokens"] == LENGTH
     assert stats["predicted_gain_1024"] >= 1.0 and "predicted_gain_4096" not in stats
     assert graph.annotations[SPARSE_DENSITY] == pytest.approx(stats["density"], abs=1e-4)
+    assert annotations_from_json(graph_to_json(graph)) == graph.annotations
 
 
 def test_predictions_know_the_density() -> None:

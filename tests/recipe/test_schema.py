@@ -39,6 +39,20 @@ def test_parse_bytes_reads_units_of_1000_and_1024(size: object, expected: int) -
     assert recipe.runtime.kv_cache_bytes == expected
 
 
+@pytest.mark.parametrize(
+    ("serving", "what"),
+    [
+        ("{rolling_window: 64, specprefill: true}", "'rolling_window': a rolling window reads prompts whole"),
+        ("{rolling_window: 64, sink_tokens: 33}", "'serving.sink_tokens' must be at most 32"),
+    ],
+)
+def test_choices_that_the_server_would_refuse_are_errors(serving: str, what: str) -> None:
+    with pytest.raises(UserError) as error:
+        parse_recipe(TEXT + f"serving: {serving}\n")
+    assert what in error.value.what
+    parse_recipe(TEXT + "serving: {rolling_window: 64, sink_tokens: 32}\n")
+
+
 def test_parse_recipe_keeps_the_order_of_passes() -> None:
     swapped = TEXT.replace("  fuse_qkv: {}\n", "").replace("accept: {min", "  fuse_qkv: {}\naccept: {min")
     assert [entry.name for entry in parse_recipe(swapped).passes] == ["int8", "fuse_qkv"]

@@ -39,6 +39,12 @@ def test_a_draft_model_needs_the_same_tokenizer(shelf: Shelf, tokenizer: str | N
     assert error.value.where == small and "ngram" in error.value.fix
 
 
+def test_a_name_that_is_no_artifact_and_no_method_is_refused(shelf: Shelf) -> None:
+    with pytest.raises(UserError, match="no artifact 'Suffix'") as error:
+        open_engine(shelf.put("large"), speculative_model="Suffix", kv_cache_bytes=1 << 20)
+    assert "suffix and ngram" in error.value.fix
+
+
 def test_the_largest_step_of_a_draft_model_leaves_nothing_behind(shelf: Shelf) -> None:
     artifact = shelf.open(shelf.put("large"))
     draft = draft_model(artifact, shelf.put("small"), 128)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from optkit.artifact.open import Artifact
 from optkit.errors import UserError
+from optkit.recipe.engine_options import ONE_OF_TWO
 from optkit.runtime.specprefill.queue import ScoringQueue, SpecPrefillOptions
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def check_choices(options: EngineOptions) -> None:
     """
     if options.specprefill and options.rolling_window:
         raise UserError(
-            "a rolling window reads prompts whole, so SpecPrefill would do nothing",
+            ONE_OF_TWO,
             where="--specprefill, --rolling-window",
             fix="give one of the two; a request may choose either by its fields",
         )

@@ -101,8 +101,11 @@ class PromptReader:
         chosen = RollingWindow(window, sinks or 0)
         reason = "there are no rolling windows here" if limits is None else limits.rolling_refusal(chosen)
         if reason:
-            raise ApiError(reason, param="rolling_window", code="invalid_value")
-        if request.specprefill:
+            of_sinks = request.sink_tokens is not None and reason.startswith("sink_tokens")
+            raise ApiError(
+                reason, param="sink_tokens" if of_sinks else "rolling_window", code="invalid_value"
+            )
+        if request.specprefill and request.rolling_window:
             message = "a rolling window reads prompts whole: 'specprefill' needs 'rolling_window' to be 0"
             raise ApiError(message, param="specprefill", code="invalid_value")
         return chosen

@@ -99,13 +99,18 @@ def test_a_chat_without_max_tokens_ends_with_the_context() -> None:
     assert found["total_tokens"] == LIMITS["max_model_len"]
 
 
+def test_a_prompt_is_whole_when_the_window_is_the_server_s() -> None:
+    found = usage(app(rolling_window=16, sink_tokens=2), specprefill=True)
+    assert found["forgotten_tokens"] == 100 and "specprefill_kept_tokens" not in json.dumps(found)
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "what"),
     [
         ({"rolling_window": -1}, "rolling_window", "greater than or equal to 0"),
         ({"rolling_window": 63}, "rolling_window", "has room for 60"),
         ({"sink_tokens": 3}, "sink_tokens", "needs a 'rolling_window'"),
-        ({"rolling_window": 16, "sink_tokens": 5}, "rolling_window", "sink_tokens must be 0 to 4"),
+        ({"rolling_window": 16, "sink_tokens": 5}, "sink_tokens", "sink_tokens must be 0 to 4"),
         ({"rolling_window": 16, "use_beam_search": True}, "rolling_window", "use_beam_search"),
         ({"rolling_window": 16, "sink_tokens": 1, "specprefill": True}, "specprefill", "reads prompts whole"),
     ],
