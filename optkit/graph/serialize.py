@@ -42,10 +42,14 @@ def graph_to_json(graph: Graph) -> str:
     """The text of graph.json, a node a line.
 
     Raises:
-        ValueError: an annotation that ``schema.PlanEntry`` has no field for, so that the file could not be read again.
+        UserError: an annotation that ``schema.PlanEntry`` has no field for, so that the file could not be read again.
     """
     if unknown := graph.annotations.keys() - PlanEntry.model_fields.keys():
-        raise ValueError(f"graph.json has no place for the annotations {sorted(unknown)}")
+        raise UserError(
+            f"graph.json has no place for {', '.join(sorted(unknown))}",
+            where="Graph.annotations",
+            fix=f"a pass may write {', '.join(PlanEntry.model_fields)}",
+        )
     nodes = [encode_node(n) for n in graph.fx.nodes if n.op == "call_function"]
     output = next(n for n in graph.fx.nodes if n.op == "output")
     head = {

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from optkit import plugins
 from optkit.errors import UserError, nearest
 from optkit.plugins import PlugIn, PlugInError
+from optkit.recipe.engine_options import ONE_OF_TWO
 from optkit.recipe.errors import apply_override, apply_value, explain
 from optkit.recipe.extend import EXTENDS, merged
 from optkit.recipe.renamed import rename_passes
@@ -35,7 +36,31 @@ def load_recipe(name_or_path: str, overrides: Overrides = ()) -> Recipe:
         UserError: no such recipe, bad YAML, unknown key or bad value.
     """
     label, text, file = read_recipe(name_or_path)
-    return parse_recipe(text, label, overrides, file)
+    recipe = parse_recipe(text, label, overrides, file)
+    refuse_contradictions(recipe)
+    return recipe
+
+
+def refuse_contradictions(recipe: Recipe) -> None:
+    """Refuse contradictions of ``serving``. The recipe of an artifact is not checked: flags of ``optkit serve`` win.
+
+    Raises:
+        UserError: SpecPrefill beside a rolling window, or sinks larger than a block.
+    """
+    serving, block_size = recipe.serving, recipe.runtime.block_size
+    if not serving.rolling_window:
+        return
+    if serving.specprefill:
+        where = recipe.document.where(("serving", "specprefill"))
+        raise UserError(ONE_OF_TWO, where=where, fix="leave out specprefill or rolling_window")
+    if serving.sink_tokens > block_size:
+        where, most = (
+            recipe.document.where(("serving", "sink_tokens")),
+            f"at most {block_size}, runtime.block_size",
+        )
+        raise UserError(
+            f"sink_tokens: {serving.sink_tokens} tokens are more than a block", where=where, fix=most
+        )
 
 
 def parse_recipe(

@@ -27,7 +27,7 @@ from pydantic import (
     model_validator,
 )
 
-from optkit.recipe.engine_options import DEFAULT_KV_CACHE_BYTES, DEFAULTS, MAX_TOKENS, ONE_OF_TWO, bounds
+from optkit.recipe.engine_options import DEFAULT_KV_CACHE_BYTES, DEFAULTS, MAX_TOKENS, bounds
 from optkit.recipe.strict_yaml import Document, dump
 
 TargetName = Literal["cpu", "cuda-h100", "cuda-h200", "cuda-a100"]
@@ -184,13 +184,6 @@ class Serving(_Section):
     threads: Annotated[int, Field(**bounds("threads"))] = DEFAULTS.threads
     saved_start: bool = DEFAULTS.saved_start
 
-    @model_validator(mode="after")
-    def window_or_specprefill(self) -> Self:
-        """Refuse SpecPrefill beside a rolling window."""
-        if self.specprefill and self.rolling_window:
-            raise ValueError(f"'specprefill' and 'rolling_window': {ONE_OF_TWO}")
-        return self
-
 
 class Evaluation(_Section):
     """The text for measurements of quality against the source model.
@@ -323,14 +316,6 @@ class Recipe(_Section):
     accept: Accept = Accept()
 
     _document: Document = PrivateAttr(default_factory=Document)
-
-    @model_validator(mode="after")
-    def sinks_in_a_block(self) -> Self:
-        """Refuse sinks larger than a block."""
-        sinks, most = self.serving.sink_tokens, self.runtime.block_size
-        if self.serving.rolling_window and sinks > most:
-            raise ValueError(f"'serving.sink_tokens' must be at most {most}, a block of tokens, got {sinks}")
-        return self
 
     @property
     def entries(self) -> list[PassEntry]:

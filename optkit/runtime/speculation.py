@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
+import os
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
@@ -74,7 +74,7 @@ def draft_model(artifact: Artifact, directory: str, vocab_size: int) -> DraftMod
     Raises:
         UserError: another tokenizer, or an artifact that cannot be loaded.
     """
-    if not Path(directory).exists():
+    if not os.path.exists(directory):
         raise UserError(
             f"there is no artifact '{directory}'",
             where="--speculative-model",

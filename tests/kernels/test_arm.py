@@ -241,6 +241,24 @@ def test_attention_gives_the_same_bits_when_emulated(
 
 
 @everywhere
+@pytest.mark.parametrize("int8_cache", [False, True])
+@pytest.mark.parametrize("dim", [24, 64])
+def test_block_sparse_prefill_gives_the_same_bits_when_emulated(
+    cpu: str, isa: str, twin: str, dim: int, int8_cache: bool
+) -> None:
+    """The bits are those of the chosen tiles, so the same tiles are chosen."""
+    case = Case((320,), (0,), 2, 3, dim, 48, 16, int8=int8_cache)
+
+    def attended() -> Tensor:
+        return World(case).call(
+            lambda *args, **given: attention(*args, **given | {"sparse_cover": 0.5, "sparse_from": 64}),
+            [(0, 0, 320)],
+        )
+
+    assert_same_bits(attended, cpu, isa, twin, threads=3)
+
+
+@everywhere
 def test_int8_attention_gives_the_same_bits_when_numbers_are_at_their_ends(
     cpu: str, isa: str, twin: str
 ) -> None:

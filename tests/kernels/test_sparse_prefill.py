@@ -110,7 +110,7 @@ def test_kernel_and_spec_agree_over_chunks(kv_heads: int, group: int, dim: int, 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("dim", "v_dim"), [(24, 48), (64, 64)])
 def test_int8_codes_choose_the_blocks_of_the_spec(dim: int, v_dim: int, isa: str) -> None:
-    """Of interleaved codes, which are multiplied as integers."""
+    """Interleaved codes are multiplied as integers."""
     case = replace(CASE, dim=dim, v_dim=v_dim, int8=True)
     native.set_isa(isa)
     before = sparse_tiles()

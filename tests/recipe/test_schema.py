@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,17 +41,22 @@ def test_parse_bytes_reads_units_of_1000_and_1024(size: object, expected: int) -
 
 
 @pytest.mark.parametrize(
-    ("serving", "what"),
+    ("serving", "what", "line"),
     [
-        ("{rolling_window: 64, specprefill: true}", "'rolling_window': a rolling window reads prompts whole"),
-        ("{rolling_window: 64, sink_tokens: 33}", "'serving.sink_tokens' must be at most 32"),
+        ("rolling_window: 64\n  specprefill: true", "a rolling window reads prompts whole", 3),
+        ("rolling_window: 64\n  sink_tokens: 33", "33 tokens are more than a block", 3),
     ],
 )
-def test_choices_that_the_server_would_refuse_are_errors(serving: str, what: str) -> None:
-    with pytest.raises(UserError) as error:
-        parse_recipe(TEXT + f"serving: {serving}\n")
-    assert what in error.value.what
-    parse_recipe(TEXT + "serving: {rolling_window: 64, sink_tokens: 32}\n")
+def test_choices_that_the_server_would_refuse_are_errors(
+    serving: str, what: str, line: int, tmp_path: Path
+) -> None:
+    file, text = tmp_path / "mine.yaml", TEXT + f"serving:\n  {serving}\n"
+    file.write_text(text)
+    with pytest.raises(UserError, match=what) as error:
+        load_recipe(str(file))
+    assert error.value.where.endswith(f":{TEXT.count(chr(10)) + line}")
+    assert load_recipe(str(file), ["serving.rolling_window=0"]).serving.rolling_window == 0
+    assert parse_recipe(text).serving.rolling_window == 64  # as the recipe of an artifact
 
 
 def test_parse_recipe_keeps_the_order_of_passes() -> None:

@@ -13,7 +13,8 @@
 // Interleaved codes are multiplied as they lie: a vector has a word of each key of a group, so that of queries has a word of
 // each query, reversed. Queries are rounded to 16 bits as for attention itself (attention_int8.h).
 //
-//   Selection.q       [heads][groups][2][D / 4][kStride, reversed]  halves of four numbers of a query, instead of floats
+//   Selection.q       [heads][groups][2][D / 4][kStride, reversed]  halves of four numbers of a query, instead of floats;
+//                     behind them, for each query, what a step is worth and what undoes the zero point of keys
 
 constexpr int kPairs = S::tile_vecs >= 4 ? 4 : 2;  // of a register tile: groups of queries, and of keys
 static_assert(kGroups % kPairs == 0, "a block has whole register tiles");
@@ -107,7 +108,10 @@ OPTKIT_TARGET OPTKIT_INLINE void add_words(I::Ints (&acc)[kPairs][kPairs], const
     for (int w = 0; w < words; ++w, q += kStride) {
         typename Kind::Column column[kPairs];
 #pragma GCC unroll 4
-        for (int n = 0; n < kPairs; ++n) column[n] = Kind::column(keys[n] + w * step);
+        for (int n = 0; n < kPairs; ++n) {
+            column[n] = Kind::column(keys[n] + w * step);
+            if constexpr (!I::key_zero) column[n] = I::flip_signs(column[n]);  // codes have a zero point
+        }
 #pragma GCC unroll 4
         for (int m = 0; m < kPairs; ++m) {
             const typename Kind::Rows rows = Kind::rows(q + m * next);

@@ -10,10 +10,10 @@
 // and 1 a product.
 //
 // Few rows wait for memory. Their tiles take a whole panel, so that bytes are read in the order of memory, and widen it in
-// registers, half after half: 6 / (2 R) shifts more for 32 products. R goes to 3: 12 registers accumulate, 2 hold weights.
+// registers, half after half: 6 / (2 R) shifts more for 32 products. R goes to 3, with 12 registers that accumulate.
 //
-// The first tiles of a panel ask for the next one, a part each. Three rows and more of panels whose pairs of weights fit
-// 16 bits have tiles of their own (int8_pairs_avx2.cpp).
+// The first of several tiles of a panel ask for the next panel, a part each; a single tile asks for what it reads soon.
+// Three rows and more of panels whose pairs of weights fit 16 bits have tiles of their own (int8_pairs_avx2.cpp).
 #include <algorithm>
 
 #include "scratch.h"
@@ -147,28 +147,28 @@ OPTKIT_AVX2 void tile(const Linear& p, const Panel& panel, Pairs x, int64_t colu
 }
 
 using Tile = void (*)(const Linear&, const Panel&, Pairs, int64_t, int64_t, const int8_t*);
-template <bool WIDE, int PARTS>
-constexpr Tile HALVES[ROWS] = {tile<1, HALF, WIDE, PARTS>, tile<2, HALF, WIDE, PARTS>, tile<3, HALF, WIDE, PARTS>,
-                               tile<4, HALF, WIDE, PARTS>};
-
 template <int PARTS>
 constexpr Tile WHOLES[WHOLE_ROWS] = {tile<1, WHOLE, false, PARTS>, tile<2, WHOLE, false, PARTS>,
                                      tile<3, WHOLE, false, PARTS>};
+// More than FEW_ROWS rows are tiles of three and four.
+template <bool WIDE, int PARTS>
+constexpr Tile HALVES[ROWS] = {nullptr, nullptr, tile<3, HALF, WIDE, PARTS>, tile<4, HALF, WIDE, PARTS>};
 
-// Tiles of which each asks for one of `parts` parts of the next panel.
-const Tile* wholes_of(int64_t parts) { return parts == 0 ? WHOLES<0> : parts == 1 ? WHOLES<1> : WHOLES<2>; }
-template <bool WIDE>
+// Tiles of which each asks for one of `parts` parts; 0: none asks.
+const Tile* wholes_of(int64_t parts) { return parts == 1 ? WHOLES<1> : WHOLES<2>; }
 const Tile* halves_of(int64_t parts) {
-    return parts == 0 ? HALVES<WIDE, 0> : parts == 1 ? HALVES<WIDE, 1> : parts == 2 ? HALVES<WIDE, 2> : HALVES<WIDE, 4>;
+    return parts == 0 ? HALVES<false, 0> : parts == 2 ? HALVES<false, 2> : HALVES<false, 4>;
 }
+const Tile* wide_halves_of(int64_t parts) { return parts == 0 ? HALVES<true, 0> : HALVES<true, 4>; }
+static_assert(FEW_ROWS <= 2 * WHOLE_ROWS && FEW_ROWS >= ROWS && MANY_ROWS > 3 * ROWS, "the tiles and parts above");
 
 // `rows` rows of one panel, of which the first is the layer's row `row`; `x` is their activations.
 OPTKIT_AVX2 void rows_of_panel(const Linear& p, Panel panel, Pairs x, int64_t row, int64_t rows) {
     thread_local GrowingMemory scratch;
     const bool few = rows <= FEW_ROWS, wide = rows >= MANY_ROWS;
-    const auto tiles = few ? wholes_of : wide ? halves_of<true> : halves_of<false>;
+    const auto tiles = few ? wholes_of : wide ? wide_halves_of : halves_of;
     const int64_t width = (few ? WHOLE : HALF) * COLUMNS;
-    const int8_t* next = panel.weight + p.steps * STEP_BYTES;
+    const int8_t* next = panel.weight + (rows <= WHOLE_ROWS ? AHEAD_BYTES : p.steps * STEP_BYTES);
     if (wide) {
         auto* weight = scratch.at_least<int8_t>(2 * p.steps * STEP_BYTES);
         widen_panel(panel.weight, p.steps, weight);

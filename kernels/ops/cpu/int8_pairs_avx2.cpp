@@ -70,7 +70,7 @@ OPTKIT_AVX2 void tile(const Linear& p, const Panel& panel, int64_t row, const in
 
 using Tile = void (*)(const Linear&, const Panel&, int64_t, const int8_t*);
 template <int PARTS, bool SHORT>
-constexpr Tile TILES[ROWS] = {tile<1, PARTS, SHORT>, tile<2, PARTS, SHORT>, tile<3, PARTS, SHORT>};
+constexpr Tile TILES[ROWS] = {nullptr, tile<2, PARTS, SHORT>, tile<3, PARTS, SHORT>};  // of three rows and more
 
 template <bool SHORT>
 const Tile* tiles_of(int64_t parts) {
@@ -81,7 +81,7 @@ const Tile* tiles_of(int64_t parts) {
 
 void linear_pairs_avx2(const Linear& p, const Panel& panel, int64_t row, int64_t rows) {
     const auto tiles = p.group_steps == SHORT_STEPS ? tiles_of<true> : tiles_of<false>;
-    const int8_t* next = panel.weight + p.steps * STEP_BYTES;
+    const int8_t* next = panel.weight + (rows <= ROWS ? AHEAD_BYTES : p.steps * STEP_BYTES);
     int64_t left = divide_up(rows, ROWS);
     const int64_t parts = parts_of(left);
     for (int64_t part = 0; left > 0; --left, ++part) {  // tiles of nearly equal height

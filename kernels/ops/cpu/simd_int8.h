@@ -5,9 +5,9 @@
 // are two words, halves, as `store_query` makes them: where an instruction multiplies bytes their high and their low
 // bytes, else numbers 0 and 2, and numbers 1 and 3. Four weights are `weight_words` words of `store_weights`: one of bytes,
 // else the same two. `Dot` adds the products of a row, one word for all lanes, and a column of bytes to an accumulator,
-// modulo 2^32: `between_halves` comes after the first half of signed numbers. `Rows` are sixteen rows, a word for each lane. Bytes get the zero point that makes them signed or unsigned as the
-// instructions want them (`key_zero`, `value_zero`: 128 is unsigned), and callers undo it. Sums are exact, so all
-// variants give the same bits.
+// modulo 2^32: `between_halves` comes after the first half of signed numbers. `Rows` are sixteen rows, a word for each
+// lane. Bytes get the zero point that makes them signed or unsigned as the instructions want them (`key_zero`,
+// `value_zero`: 128 is unsigned), and callers undo it. Sums are exact, so all variants give the same bits.
 #pragma once
 
 #include "simd.h"

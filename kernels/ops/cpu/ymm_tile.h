@@ -11,7 +11,7 @@ namespace optkit {
 namespace {
 
 constexpr int64_t COLUMNS = 8;         // output channels of a register
-constexpr int64_t AHEAD_BYTES = 3072;  // so far ahead lies what a tile of few rows fetches: it waits for memory
+constexpr int64_t AHEAD_BYTES = 3072;  // so far ahead lies what a panel's only tile fetches: it waits for memory
 
 // How many of a panel's `tiles` ask for a part of the next panel each: 1, 2 or 4. Memory then works all the time, and not
 // during the first tile alone.

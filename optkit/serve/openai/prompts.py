@@ -101,10 +101,9 @@ class PromptReader:
         chosen = RollingWindow(window, sinks or 0)
         reason = "there are no rolling windows here" if limits is None else limits.rolling_refusal(chosen)
         if reason:
-            of_sinks = request.sink_tokens is not None and reason.startswith("sink_tokens")
-            raise ApiError(
-                reason, param="sink_tokens" if of_sinks else "rolling_window", code="invalid_value"
-            )
+            too_many = limits is not None and (request.sink_tokens or 0) > limits.block_size
+            param = "sink_tokens" if too_many else "rolling_window"
+            raise ApiError(reason, param=param, code="invalid_value")
         if request.specprefill and request.rolling_window:
             message = "a rolling window reads prompts whole: 'specprefill' needs 'rolling_window' to be 0"
             raise ApiError(message, param="specprefill", code="invalid_value")
