@@ -54,13 +54,9 @@ def refuse_contradictions(recipe: Recipe) -> None:
         where = recipe.document.where(("serving", "specprefill"))
         raise UserError(ONE_OF_TWO, where=where, fix="leave out specprefill or rolling_window")
     if serving.sink_tokens > block_size:
-        where, most = (
-            recipe.document.where(("serving", "sink_tokens")),
-            f"at most {block_size}, runtime.block_size",
-        )
-        raise UserError(
-            f"sink_tokens: {serving.sink_tokens} tokens are more than a block", where=where, fix=most
-        )
+        where = recipe.document.where(("serving", "sink_tokens"))
+        what, fix = f"{serving.sink_tokens} tokens are more than a block", f"at most {block_size}"
+        raise UserError(f"sink_tokens: {what}", where=where, fix=f"{fix}, runtime.block_size")
 
 
 def parse_recipe(

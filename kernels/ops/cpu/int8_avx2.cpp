@@ -97,13 +97,6 @@ OPTKIT_AVX2 OPTKIT_INLINE void widen_panel(const int8_t* w, int64_t steps, int8_
     }
 }
 
-// Fetches what a tile of C registers reads of a step.
-template <int C>
-OPTKIT_AVX2 OPTKIT_INLINE void fetch(const int8_t* step) {
-    if (C == WHOLE) return fetch_step(step);
-    _mm_prefetch(step, _MM_HINT_T1);
-}
-
 // One group of R rows; `x` is their activations from the group's first step on. WIDE: the weights are widened. One of PARTS
 // steps asks for bytes from `ahead` on, as far ahead as its own; with 0 none does.
 template <int R, int C, bool WIDE, int PARTS>

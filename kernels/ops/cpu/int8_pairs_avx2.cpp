@@ -41,7 +41,7 @@ OPTKIT_AVX2 OPTKIT_INLINE void accumulate(Lanes (&a)[R][C], const uint8_t* q, in
                                           int64_t steps, const int8_t* ahead) {
 #pragma GCC unroll 8
     for (int64_t s = 0; s < steps; ++s, q += STEP, w += STEP_BYTES, ahead += STEP_BYTES) {
-        if (PARTS > 0 && s % std::max(PARTS, 1) == 0) fetch_step(ahead);
+        if (PARTS > 0 && s % std::max(PARTS, 1) == 0) fetch<C>(ahead);
         add_step<R>(a, q, stride, w);
     }
 }

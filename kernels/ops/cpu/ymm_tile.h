@@ -17,10 +17,14 @@ constexpr int64_t AHEAD_BYTES = 3072;  // so far ahead lies what a panel's only 
 // during the first tile alone.
 inline int64_t parts_of(int64_t tiles) { return tiles >= 4 ? 4 : tiles >= 2 ? 2 : 1; }
 
-// Fetches a step of a panel that is read later. Not into the first cache, where it would drive out what tiles read now.
-OPTKIT_AVX2 OPTKIT_INLINE void fetch_step(const int8_t* step) {
-    _mm_prefetch(step, _MM_HINT_T1);
-    _mm_prefetch(step + STEP_BYTES / 2, _MM_HINT_T1);
+// Fetches what a tile of C registers will read of a step. Not into the first cache, where it would drive out what tiles
+// read now.
+template <int C>
+OPTKIT_AVX2 OPTKIT_INLINE void fetch(const int8_t* step) {
+    constexpr int LINE = 64;
+    static_assert(C * COLUMNS * STEP % LINE == 0, "whole lines");
+#pragma GCC unroll 2
+    for (int at = 0; at < C * COLUMNS * STEP; at += LINE) _mm_prefetch(step + at, _MM_HINT_T1);
 }
 
 // Not __m256i, which is 64-bit lanes to gcc: it would copy accumulators.

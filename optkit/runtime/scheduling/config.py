@@ -101,17 +101,23 @@ class SchedulerConfig(SchedulingOptions, frozen=True, kw_only=True, forbid_unkno
             return "a model with windows of its own or recurrent states can't forget tokens"
         if chosen.window < 1:
             return f"rolling_window must be at least 1, got {chosen.window}"
-        if not 0 <= chosen.sinks <= self.block_size:
-            return f"sink_tokens must be 0 to {self.block_size}, a block of tokens, got {chosen.sinks}"
-        if chosen.sinks >= self.max_num_batched_tokens:
-            most = self.max_num_batched_tokens - 1
-            return f"sink_tokens must be at most {most}, as a step has room for, got {chosen.sinks}"
+        if reason := self.sinks_refusal(chosen.sinks):
+            return reason
         most = self.max_model_len - self.block_size
         if chosen.window + chosen.sinks > most:
             return (
                 f"rolling_window and sink_tokens are {chosen.window + chosen.sinks} tokens together; the context of "
                 f"{self.max_model_len} less a block of {self.block_size} has room for {most}"
             )
+        return None
+
+    def sinks_refusal(self, sinks: int) -> str | None:
+        """The reason why no rolling window can have ``sinks`` sink tokens, or None."""
+        if not 0 <= sinks <= self.block_size:
+            return f"sink_tokens must be 0 to {self.block_size}, a block of tokens, got {sinks}"
+        if sinks >= self.max_num_batched_tokens:
+            most = self.max_num_batched_tokens - 1
+            return f"sink_tokens must be at most {most}, as a step has room for, got {sinks}"
         return None
 
     def rule(self, chosen: RollingWindow | None, num_prompt: int) -> Rolling | None:

@@ -101,8 +101,10 @@ class PromptReader:
         chosen = RollingWindow(window, sinks or 0)
         reason = "there are no rolling windows here" if limits is None else limits.rolling_refusal(chosen)
         if reason:
-            too_many = limits is not None and (request.sink_tokens or 0) > limits.block_size
-            param = "sink_tokens" if too_many else "rolling_window"
+            of_sinks = (
+                limits is not None and request.sink_tokens and reason == limits.sinks_refusal(chosen.sinks)
+            )
+            param = "sink_tokens" if of_sinks else "rolling_window"
             raise ApiError(reason, param=param, code="invalid_value")
         if request.specprefill and request.rolling_window:
             message = "a rolling window reads prompts whole: 'specprefill' needs 'rolling_window' to be 0"

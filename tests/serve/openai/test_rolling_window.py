@@ -125,3 +125,5 @@ def test_a_model_that_needs_all_tokens_refuses_with_the_reason() -> None:
     answer = post(app(keeps_all="it counts"), COMPLETIONS, LONG | WINDOW)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].endswith("this model can't forget tokens: it counts")
+    answer = post(app(keeps_all="it counts"), COMPLETIONS, LONG | {"rolling_window": 16, "sink_tokens": 5})
+    assert answer.json()["error"]["param"] == "rolling_window"  # whatever the sinks
