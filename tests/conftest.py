@@ -115,7 +115,7 @@ def one_instruction_set() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def reopened_in_new_process() -> Iterator[Callable[[Path], torch.Tensor]]:
+def reopened_in_new_process() -> Iterator[Callable[[Path], Any]]:
     """Artifacts are checked as they are written, those of fixtures too, but without a process each, of seconds.
 
     The value is what they are checked with in use, which starts a process.
@@ -133,7 +133,7 @@ def reopened_in_new_process() -> Iterator[Callable[[Path], torch.Tensor]]:
 def reopened_as_marked(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
-    reopened_in_new_process: Callable[[Path], torch.Tensor],
+    reopened_in_new_process: Callable[[Path], Any],
 ) -> None:
     """What a test with the marker writes is checked as in use."""
     if request.node.get_closest_marker("new_process"):

@@ -40,10 +40,12 @@ from optkit.machine.paths import cache_dir, replace_text
 from optkit.machine.target import Target, cpu_model
 from optkit.recipe.schema import Recipe
 
-REPEATS = 5  # the shortest counts: a disturbance only adds time
+REPEATS = 5  # at most; the shortest counts: a disturbance only adds time
 COLD_REPEATS = (
-    21  # the median counts: what other data leave in the caches varies, and makes steps shorter, too
+    21  # at most; the median counts: what other data leave in the caches varies, and makes steps shorter, too
 )
+FEWEST, FEWEST_COLD = 3, 9  # repeats, before times that agree are enough
+AGREEMENT = 0.02  # of a time: the distance of the two shortest, or the standard error of the median
 FEW_TOKENS = 32  # in a step that waits for weights from memory; in larger steps arithmetic hides the reading
 LAYERS = 4  # of a class in a measurement: enough for a difference, few enough for time and memory
 COLD_LAYERS = 8  # with cold caches, where a layer of int4 weights takes 0.1 ms and a step varies by 0.3
@@ -193,13 +195,32 @@ class KernelTimes:
         ]
         for step in steps:
             step()
-        taken = [rounds(steps, cold) for _ in range(COLD_REPEATS if cold else REPEATS)]
+        taken: list[list[float]] = []
+        for _ in range(COLD_REPEATS if cold else REPEATS):
+            taken.append(rounds(steps, cold))
+            if all(agree(samples, cold) for samples in zip(*taken, strict=True)):
+                break
         return [statistics.median(samples) if cold else min(samples) for samples in zip(*taken, strict=True)]
 
 
 def is_stored(model: Graph) -> bool:
     """True for a large model with weights on disk: copies of its weights would not fit twice."""
     return any(isinstance(weight.stored, StoredTensor) for weight in model.weights.values())
+
+
+def agree(samples: Sequence[float], cold: bool) -> bool:
+    """True where more repeats would hardly change the number that is taken from ``samples``, seconds of a step.
+
+    The shortest is confirmed by a second one near it. A median has the standard error of a normal distribution with
+    the quartiles of ``samples``: 0.93 of the distance of the quartiles over the root of their number.
+    """
+    if len(samples) < (FEWEST_COLD if cold else FEWEST):
+        return False
+    if not cold:
+        first, second = sorted(samples)[:2]
+        return second - first <= AGREEMENT * first
+    q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")
+    return 0.93 * (q3 - q1) / math.sqrt(len(samples)) <= AGREEMENT * median
 
 
 def rounds(steps: Sequence[Callable[[], None]], cold: bool) -> list[float]:

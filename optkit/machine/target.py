@@ -135,6 +135,12 @@ def cpu_model() -> str:
     return next(filter(None, names), platform.processor() or platform.machine())
 
 
+@cache
+def cpu_vendor() -> str:
+    """The vendor of an x86 CPU, as in ``GenuineIntel`` or ``AuthenticAMD``; empty where the system names none."""
+    return _cpuinfo().get("vendor_id", "")
+
+
 def _arm_core(fields: dict[str, str]) -> str | None:
     """The name of an Arm core, or its numbers; None where ``fields`` has none."""
     implementer, part = fields.get("CPU implementer"), fields.get("CPU part")

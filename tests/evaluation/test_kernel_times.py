@@ -109,6 +109,23 @@ def test_a_quantized_model_without_weights_is_measured_too() -> None:
     assert graph.is_meta and len(list(graph.calls(*ATTENTION))) == 4
 
 
+@pytest.mark.parametrize(
+    ("samples", "cold", "enough"),
+    [
+        ([1.0, 1.01], False, False),
+        ([1.5, 1.0, 1.01], False, True),
+        ([1.5, 1.0, 1.05], False, False),
+        ([1.0] * 8, True, False),
+        ([1.0] * 9, True, True),
+        ([1.0, 1.5] * 5, True, False),
+        ([1.0, 1.12] * 10, True, False),  # quartiles 0.12 apart: the median has an error of 0.025
+        ([1.0, 1.12] * 20, True, True),
+    ],
+)
+def test_a_layer_is_timed_until_its_times_agree(samples: list[float], cold: bool, enough: bool) -> None:
+    assert kernel_times.agree(samples, cold) is enough
+
+
 def test_times_are_kept_and_not_measured_twice(machine: list[int]) -> None:
     graph, settings = captured("llama", num_hidden_layers=4), recipe("passes: {}")
     first = times()

@@ -1,4 +1,4 @@
-"""int8 linear layers through oneDNN: exact products in float64, scaled by token and channel."""
+"""Linear layers through oneDNN: int8 and float32 against exact products in float64."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from optkit import kernels
 from optkit.kernels.cpu import onednn
 from optkit.machine.target import DATASHEETS
 from tests.support.target import TARGET
@@ -17,6 +18,44 @@ needs_int8 = pytest.mark.skipif(not onednn.has_int8(TARGET), reason="no AVX512-V
 
 def layer(n: int, k: int) -> tuple[Tensor, Tensor]:
     return torch.randint(-127, 128, (n, k), dtype=torch.int8), torch.rand(n, 1) * 0.01 + 1e-4
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("rows", [(1,), (7,), (3, 33)])
+def test_linear_in_float32_is_the_product_in_float64(rows: tuple[int, ...], biased: bool) -> None:
+    n, k = 320, 1000
+    x, weight = torch.randn(*rows, k), torch.randn(n, k)
+    bias = torch.randn(n) if biased else None
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias)
+    got = onednn.linear(x, weight, bias)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_linear_reads_weights_that_are_rows_of_a_larger_matrix() -> None:
+    x, matrix = torch.randn(5, 512), torch.randn(700, 1024)
+    weight = matrix[50:650, 256:768]
+    expected = x.double() @ weight.double().T
+    torch.testing.assert_close(onednn.linear(x, weight).double(), expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(("vendor", "able"), [("AuthenticAMD", True), ("GenuineIntel", False)])
+def test_float_layers_are_for_large_weights_on_cpus_whose_vendor_is_not_that_of_mkl(
+    vendor: str, able: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onednn, "cpu_vendor", lambda: vendor)
+    x86 = dataclasses.replace(TARGET, kind="cpu", isa=("avx2", "fma"))
+    large = {1: torch.empty(1024, 1024, device="meta")}
+    chosen = kernels.select("linear", x86, weights=large, options={})
+    assert (chosen is not None and chosen.name == "onednn") is able
+    for other in (
+        {1: torch.empty(64, 64, device="meta")},
+        {1: large[1].to(torch.bfloat16)},
+        {1: large[1], 2: torch.empty(1024, dtype=torch.bfloat16)},
+    ):
+        assert kernels.select("linear", x86, weights=other, options={}) is None
+    arm = dataclasses.replace(x86, isa=("asimd", "asimddp"))
+    assert kernels.select("linear", arm, weights=large, options={}) is None
 
 
 @needs_int8

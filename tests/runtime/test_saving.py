@@ -9,10 +9,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 import optkit
 from optkit.artifact.manifest import MANIFEST
@@ -50,7 +50,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made(
     tmp_path_factory: pytest.TempPathFactory,
     cache: Path,
-    reopened_in_new_process: Callable[[Path], torch.Tensor],
+    reopened_in_new_process: Callable[[Path], Any],
 ) -> Path:
     """An artifact of int8 layers, by ``optkit.optimize``, whose check saves the model."""
     with pytest.MonkeyPatch.context() as patch:

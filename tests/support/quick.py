@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,4 +47,4 @@ def reopen_here(replace: Callable[[Any, str, Any], None] = setattr) -> None:
     def logits(directory: Path) -> Tensor:
         return check.probe_logits(Artifact.open(directory).executable())
 
-    replace(check, "reopened_logits", logits)
+    replace(check, "reopened_logits", lambda directory: nullcontext(partial(logits, directory)))
