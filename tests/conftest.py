@@ -123,7 +123,7 @@ def reopened_in_new_process() -> Iterator[Callable[[Path], Any]]:
     from optkit.pipeline import check
     from tests.support.quick import reopen_here
 
-    in_use = check.reopened_logits
+    in_use = check.reopened
     with pytest.MonkeyPatch.context() as patch:
         reopen_here(patch.setattr)
         yield in_use
@@ -137,7 +137,7 @@ def reopened_as_marked(
 ) -> None:
     """What a test with the marker writes is checked as in use."""
     if request.node.get_closest_marker("new_process"):
-        monkeypatch.setattr("optkit.pipeline.check.reopened_logits", reopened_in_new_process)
+        monkeypatch.setattr("optkit.pipeline.check.reopened", reopened_in_new_process)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -223,7 +223,7 @@ def lower_variant(
         precision.narrow(working, dtype, device or target.device, shared)
         place_created(working, device or target.device)
     else:
-        keep_stored(working, linears=streamed)
+        keep_stored(working, target, linears=streamed)
     kv_tables.connect(working)
     calls = [node for node in working.fx.nodes if node.op == "call_function" and not is_stored_op(node)]
     picked = {node: kernel for node in calls if (kernel := kernel_of(working, node, target))}

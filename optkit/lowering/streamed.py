@@ -1,13 +1,15 @@
 """Ops on weights that stay on disk (``optkit.graph.stored``).
 
 An embedding reads the rows of its ids. A float linear layer reads blocks of rows, one after another, and multiplies
-each: a model larger than memory runs, at the speed of the disk or of the page cache. Results differ from those of the
-whole matrix by rounding at most.
+each, by the kernel of the whole matrix: a model larger than memory runs, at the speed of the disk or of the page
+cache. Results differ from those of the whole matrix by rounding at most.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +19,10 @@ from optkit.graph import ops
 from optkit.graph.ir import Graph
 from optkit.graph.stored import StoredTensor
 from optkit.kernels import reference
+from optkit.lowering.bind import kernel_of
+
+if TYPE_CHECKING:
+    from optkit.machine.target import Target
 
 BLOCK_BYTES = 64 << 20  # of a weight in memory
 
@@ -38,9 +44,10 @@ class StoredEmbedding:
 
 @dataclass(frozen=True, eq=False)
 class StoredLinear:
-    """``reference.linear`` with a weight on disk."""
+    """``reference.linear`` with a weight on disk; ``multiply`` is a kernel of ``linear``, or the reference."""
 
     weight: StoredTensor
+    multiply: Callable[..., Tensor] = reference.linear
     __name__, __module__ = "stored_linear", __name__
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -55,7 +62,7 @@ class StoredLinear:
         for start in range(0, rows, step):
             stop = min(rows, start + step)
             part = None if bias is None else bias[start:stop]
-            out[..., start:stop] = F.linear(x, self.weight.rows(start, stop), part)
+            out[..., start:stop] = self.multiply(x, self.weight.rows(start, stop), part)
         return out
 
 
@@ -64,7 +71,7 @@ def is_stored_op(node: fx.Node) -> bool:
     return isinstance(node.target, StoredEmbedding | StoredLinear)
 
 
-def keep_stored(graph: Graph, *, linears: bool) -> None:
+def keep_stored(graph: Graph, target: Target | None, *, linears: bool) -> None:
     """Replace embeddings of tables on disk by ``StoredEmbedding``, and float linears by ``StoredLinear``, in place."""
     for node in graph.calls(reference.embedding, reference.linear):
         weight = graph.weight_of(ops.weight(node))
@@ -72,8 +79,9 @@ def keep_stored(graph: Graph, *, linears: bool) -> None:
             continue
         stored = weight.stored
         if node.target is reference.linear and linears:
+            kernel = kernel_of(graph, node, target)
             node.args = (node.args[0], *node.args[2:])
-            node.target = StoredLinear(stored)
+            node.target = StoredLinear(stored, kernel.fn if kernel else reference.linear)
         elif node.target is reference.embedding and len(stored.parts) == 1 and not stored.transposed:
             node.args = (ops.argument(node, "ids"),)
             node.target = StoredEmbedding(stored)

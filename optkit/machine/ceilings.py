@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+from optkit.machine.float_products import by_onednn, onednn_linear
+from optkit.machine.target import cpu_isa
+
 ROWS, INNER, COLUMNS = 512, 1024, 4096
 OPERATIONS = 2.0 * ROWS * INNER * COLUMNS
 STREAM_BYTES = 512 * 1024**2  # far beyond any last-level cache of one socket
@@ -33,22 +36,13 @@ def best_time(work: Callable[[], Any], seconds: float = 0.4, least: int = 3) -> 
 
 
 def fp32_flops() -> float:
-    """Rate of a float32 matrix product, in FLOP/s: of the faster one of MKL and oneDNN, where PyTorch has both."""
-    rates = [_matmul_rate(torch.float32, torch.nn.functional.linear)]
-    if torch.backends.mkldnn.is_available():
-        rates.append(_matmul_rate(torch.float32, onednn_linear))
-    return max(rates)
+    """Rate of a float32 matrix product, in FLOP/s, by the library of float layers."""
+    return _matmul_rate(torch.float32, onednn_linear if by_onednn(cpu_isa()) else torch.nn.functional.linear)
 
 
 def bf16_flops() -> float:
     """Rate of a bfloat16 matrix product, in FLOP/s; slow on a CPU without bf16 units."""
     return _matmul_rate(torch.bfloat16, torch.nn.functional.linear)
-
-
-def onednn_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``x @ weight.T`` by oneDNN."""
-    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-    return product
 
 
 def _matmul_rate(dtype: torch.dtype, linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:

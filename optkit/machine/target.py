@@ -29,6 +29,10 @@ from optkit.machine.paths import cache_dir, replace_text
 
 log = logging.getLogger(__name__)
 
+MEASURED_AS = (
+    2  # another number after a change of how ceilings of a CPU are measured: kept ceilings are measured anew
+)
+
 ISA_FLAGS = ("sse4_2", "avx", "avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx_vnni", "avx512_bf16")
 ISA_EXTRA = ("amx_tile", "amx_int8", "amx_bf16", "asimd", "asimddp", "i8mm", "bf16", "sve")
 BF16_UNITS = {"avx512_bf16", "amx_bf16", "bf16"}
@@ -121,8 +125,12 @@ def get_target(name: str) -> Target:
 
 def detect(refresh: bool = False) -> Target:
     """The local CPU with measured ceilings, from the cache unless ``refresh``."""
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    return kept("cpu", [cpu_model(), cpu_isa(), usable_cores(), threads], _measured_target, refresh)
+    return kept("cpu", machine_facts(os.environ.get("OMP_NUM_THREADS", "")), _measured_target, refresh)
+
+
+def machine_facts(threads: str) -> list[Any]:
+    """The local CPU, the number of threads and the revision of the measurement, as the key of measured ceilings."""
+    return [cpu_model(), cpu_isa(), usable_cores(), threads, MEASURED_AS]
 
 
 # -- facts of the machine --------------------------------------------------------------------------

@@ -60,14 +60,16 @@ def check_reopened(directory: Path, graph: Graph, target: Target, dtype: torch.d
     streamed = target.kind == "cpu" and graph.num_bytes() > weight_limit(target)
     beside = target.kind == "cpu" and 2 * graph.num_bytes() <= weight_limit(target)
     with ExitStack() as stack:
-        reopened = stack.enter_context(reopened_logits(directory)) if beside else None
+        given = stack.enter_context(reopened(directory)) if beside else None
         lowered = lower_with_code(graph, target, native=directory / NATIVE, dtype=dtype, streamed=streamed)
         expected = probe_logits(lowered)
         del lowered
-        given = (reopened or stack.enter_context(reopened_logits(directory)))()
-    if given.shape != expected.shape:
-        raise differs(f"its logits are {list(given.shape)}, those measured {list(expected.shape)}")
-    error = (given - expected).abs().max().item()
+        if given is None:
+            given = stack.enter_context(reopened(directory))
+        found = given()
+    if found.shape != expected.shape:
+        raise differs(f"its logits are {list(found.shape)}, those measured {list(expected.shape)}")
+    error = (found - expected).abs().max().item()
     if not error <= TOLERANCE[target.kind] * expected.abs().max().item():
         raise differs(f"its logits differ from those measured by up to {error:.2g}")
 
@@ -88,7 +90,7 @@ def probe_logits(model: Executable) -> Tensor:
 
 
 @contextmanager
-def reopened_logits(directory: Path) -> Iterator[Callable[[], Tensor]]:
+def reopened(directory: Path) -> Iterator[Callable[[], Tensor]]:
     """Start a new process on ``directory``; the function waits for the logits of the probe.
 
     The process ends with the context.

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from optkit.machine.float_products import by_onednn
 from optkit.machine.target import Target
 
 
@@ -61,7 +62,7 @@ class Shares:
 FLOOR = Shares({}, 1.0, {}, 1.0, frozenset(), {}, {}, None, 0.0, 0.0, "roofline: a floor, kernels reach less")
 CPU = Shares(
     {
-        Unit.FLOAT: 0.98,  # PyTorch's product, which is the ceiling's too
+        Unit.FLOAT: 0.98,  # the ceiling is measured with the same product
         Unit.INT8: 0.8,
         Unit.INT4: 0.68,
         Unit.WEIGHT_ONLY: 0.6,
@@ -70,7 +71,7 @@ CPU = Shares(
         Unit.PLAIN_ATTENTION: 0.6,
     },
     other=0.1,
-    # PyTorch's product of one row reads weights slowly; plain attention gathers blocks of KV first, and attention over
+    # MKL's product of one row reads weights slowly; plain attention gathers blocks of KV first, and attention over
     # int8 reads a block of each head, far from the next
     bandwidth={
         Unit.FLOAT: 0.31,
@@ -103,4 +104,15 @@ def shares_of(target: Target) -> Shares:
     """The shares of kernels on ``target``."""
     if target.kind == "cuda":
         return FLOOR
-    return CPU if DOT_PRODUCTS & set(target.isa) else CPU_AVX2
+    shares = CPU if DOT_PRODUCTS & set(target.isa) else CPU_AVX2
+    return with_onednn(shares) if by_onednn(target.isa) else shares
+
+
+def with_onednn(shares: Shares) -> Shares:
+    """``shares`` where float layers, and the ceiling, are products of oneDNN: attention stays with MKL."""
+    return replace(
+        shares,
+        compute=shares.compute | {Unit.PLAIN_ATTENTION: 0.43},
+        bandwidth=shares.bandwidth | {Unit.FLOAT: 0.55},
+        packing={},
+    )

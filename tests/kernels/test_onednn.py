@@ -10,9 +10,14 @@ from torch import Tensor
 
 from optkit import kernels
 from optkit.kernels.cpu import onednn
-from optkit.machine.target import DATASHEETS
+from optkit.lowering.lower import lower
+from optkit.machine import float_products
+from optkit.machine.float_products import has_onednn, onednn_linear
+from optkit.machine.target import DATASHEETS, Target
+from tests.support.graphs import captured, dense, random_ids, relative_error
 from tests.support.target import TARGET
 
+needs_float = pytest.mark.skipif(not has_onednn(), reason="PyTorch without oneDNN")
 needs_int8 = pytest.mark.skipif(not onednn.has_int8(TARGET), reason="no AVX512-VNNI or AVX-VNNI")
 
 
@@ -20,42 +25,64 @@ def layer(n: int, k: int) -> tuple[Tensor, Tensor]:
     return torch.randint(-127, 128, (n, k), dtype=torch.int8), torch.rand(n, 1) * 0.01 + 1e-4
 
 
+@needs_float
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("rows", [(1,), (7,), (3, 33)])
-def test_linear_in_float32_is_the_product_in_float64(rows: tuple[int, ...], biased: bool) -> None:
+@pytest.mark.parametrize("rows", [(0,), (1,), (7,), (3, 33)])
+def test_a_float_layer_is_the_product_in_float64(rows: tuple[int, ...], biased: bool) -> None:
     n, k = 320, 1000
     x, weight = torch.randn(*rows, k), torch.randn(n, k)
     bias = torch.randn(n) if biased else None
     expected = x.double() @ weight.double().T + (0 if bias is None else bias)
-    got = onednn.linear(x, weight, bias)
-    assert got.dtype == torch.float32
-    torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    got = onednn_linear(x, weight, bias)
+    assert got.dtype == torch.float32 and got.shape == expected.shape
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-3)
 
 
-def test_linear_reads_weights_that_are_rows_of_a_larger_matrix() -> None:
-    x, matrix = torch.randn(5, 512), torch.randn(700, 1024)
+@needs_float
+def test_a_float_layer_reads_rows_and_weights_that_are_parts_of_larger_matrices() -> None:
+    x, matrix = torch.randn(9, 700)[::2, 100:612], torch.randn(700, 1024)
     weight = matrix[50:650, 256:768]
     expected = x.double() @ weight.double().T
-    torch.testing.assert_close(onednn.linear(x, weight).double(), expected, rtol=0, atol=1e-3)
+    torch.testing.assert_close(onednn_linear(x, weight).double(), expected, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize(("vendor", "able"), [("AuthenticAMD", True), ("GenuineIntel", False)])
-def test_float_layers_are_for_large_weights_on_cpus_whose_vendor_is_not_that_of_mkl(
-    vendor: str, able: bool, monkeypatch: pytest.MonkeyPatch
+def chosen(target: Target, weights: dict[int, Tensor]) -> str | None:
+    """The name of the kernel of ``linear``."""
+    kernel = kernels.select("linear", target, weights=weights, options={})
+    return kernel and kernel.name
+
+
+@needs_float
+@pytest.mark.parametrize(("vendor", "name"), [("AuthenticAMD", "onednn"), ("GenuineIntel", None)])
+def test_large_float_layers_run_by_onednn_on_cpus_of_other_vendors_than_intel(
+    vendor: str, name: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(onednn, "cpu_vendor", lambda: vendor)
-    x86 = dataclasses.replace(TARGET, kind="cpu", isa=("avx2", "fma"))
-    large = {1: torch.empty(1024, 1024, device="meta")}
-    chosen = kernels.select("linear", x86, weights=large, options={})
-    assert (chosen is not None and chosen.name == "onednn") is able
+    monkeypatch.setattr(float_products, "cpu_vendor", lambda: vendor)
+    x86 = dataclasses.replace(TARGET, isa=("avx2", "fma"))
+    large = torch.empty(1024, 1024, device="meta")
+    assert chosen(x86, {1: large}) == name
+    assert chosen(x86, {1: large, 2: torch.empty(1024)}) == name
+    assert chosen(dataclasses.replace(x86, isa=("asimd", "asimddp")), {1: large}) is None
     for other in (
         {1: torch.empty(64, 64, device="meta")},
-        {1: large[1].to(torch.bfloat16)},
-        {1: large[1], 2: torch.empty(1024, dtype=torch.bfloat16)},
+        {1: large.to(torch.bfloat16)},
+        {1: large, 2: torch.empty(1024, dtype=torch.bfloat16)},
+        {2: torch.empty(1024)},  # a computed weight
+        {},
     ):
-        assert kernels.select("linear", x86, weights=other, options={}) is None
-    arm = dataclasses.replace(x86, isa=("asimd", "asimddp"))
-    assert kernels.select("linear", arm, weights=large, options={}) is None
+        assert chosen(x86, other) is None
+
+
+@needs_float
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "gemma3_text"])
+def test_logits_of_models_are_those_of_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn, "LEAST_WEIGHTS", 0)
+    monkeypatch.setattr(float_products, "cpu_vendor", lambda: "AuthenticAMD")
+    target = dataclasses.replace(TARGET, isa=(*TARGET.isa, "avx2"))
+    graph = captured(name)
+    (ids,) = random_ids([23])
+    assert "onednn" in lower(graph.clone(), target).kernels.values()
+    assert relative_error(dense(graph, ids, target), dense(graph, ids)) < 1e-5
 
 
 @needs_int8

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import fx
 
 from optkit.graph.ir import Graph, Weight
 from optkit.graph.stored import Place, StoredPart, StoredTensor
+from optkit.kernels import reference
+from optkit.kernels.cpu import onednn
 from optkit.lowering import streamed
 from optkit.lowering.lower import lower
+from optkit.machine import float_products
+from optkit.machine.float_products import has_onednn, onednn_linear
 from tests.support.graphs import apply, captured, dense, random_ids, relative_error
 from tests.support.target import TARGET
 
@@ -30,17 +35,27 @@ def on_disk(graph: Graph) -> Graph:
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "phi"])
 @pytest.mark.parametrize("target", [None, TARGET], ids=["reference", "cpu"])
+@pytest.mark.parametrize("vendor", ["GenuineIntel", "AuthenticAMD"])
 def test_streamed_graph_has_the_logits_of_the_graph_in_memory(
-    architecture: str, target: object, monkeypatch: pytest.MonkeyPatch
+    architecture: str, target: object, vendor: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(float_products, "cpu_vendor", lambda: vendor)
+    monkeypatch.setattr(onednn, "LEAST_WEIGHTS", 0)
     monkeypatch.setattr(streamed, "BLOCK_BYTES", 5 * 64 * 4)  # several blocks, the last one short
     graph = captured(architecture)
     expected = dense(graph, IDS)
     stored = on_disk(graph)
     model = lower(stored, target, streamed=True)  # type: ignore[arg-type]
     assert model.is_streamed
+    multiply = {node.target.multiply for node in model.module.graph.nodes if is_stored_linear(node)}
+    by_onednn = target is not None and vendor == "AuthenticAMD" and has_onednn() and "avx2" in TARGET.isa
+    assert multiply == {onednn_linear if by_onednn else reference.linear}
     assert relative_error(dense_of(model, graph), expected) < 1e-5
     assert not any(b.numel() * 4 >= 64 * 64 * 4 for b in model.module.buffers())
+
+
+def is_stored_linear(node: fx.Node) -> bool:
+    return isinstance(node.target, streamed.StoredLinear)
 
 
 def dense_of(model: object, graph: Graph) -> torch.Tensor:

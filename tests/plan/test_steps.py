@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from optkit.graph.shapes import Point
 from optkit.lowering.cost import Cost, predict_seconds
+from optkit.machine import float_products
 from optkit.machine.target import DATASHEETS
 from optkit.plan.shares import CPU, CPU_AVX2, FLOOR, Shares, Unit, shares_of
 from optkit.plan.steps import StepModel, compute_seconds
@@ -119,9 +120,22 @@ def test_shares_are_shares(shares: Shares) -> None:
         (("asimd", "asimddp"), CPU),
     ],
 )
-def test_shares_follow_the_instructions_of_a_cpu(isa: tuple[str, ...], shares: Shares) -> None:
+def test_shares_follow_the_instructions_of_a_cpu(
+    isa: tuple[str, ...], shares: Shares, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(float_products, "cpu_vendor", lambda: "GenuineIntel")
     assert shares_of(replace(TARGET, isa=isa)) is shares
     assert shares_of(DATASHEETS["cuda-h100"]) is FLOOR
+
+
+@pytest.mark.skipif(not float_products.has_onednn(), reason="PyTorch without oneDNN")
+def test_float_layers_by_onednn_read_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float_products, "cpu_vendor", lambda: "AuthenticAMD")
+    graph, target = captured("llama"), replace(TARGET, isa=("avx2", "avx512_vnni"))
+    point = Point(4, 4, 9)
+    assert (
+        StepModel(graph, target).at(point, 64).seconds < StepModel(graph, target, CPU).at(point, 64).seconds
+    )
 
 
 def test_a_unit_that_works_in_turns_takes_the_sum_of_arithmetic_and_memory() -> None:

@@ -54,7 +54,7 @@ def made(
 ) -> Path:
     """An artifact of int8 layers, by ``optkit.optimize``, whose check saves the model."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("optkit.pipeline.check.reopened_logits", reopened_in_new_process)
+        patch.setattr("optkit.pipeline.check.reopened", reopened_in_new_process)
         patch.setenv("OPTKIT_CACHE", str(cache))
         quick(patch.setattr)
         source = save_model(tmp_path_factory.mktemp("models") / "tiny")

@@ -47,4 +47,4 @@ def reopen_here(replace: Callable[[Any, str, Any], None] = setattr) -> None:
     def logits(directory: Path) -> Tensor:
         return check.probe_logits(Artifact.open(directory).executable())
 
-    replace(check, "reopened_logits", lambda directory: nullcontext(partial(logits, directory)))
+    replace(check, "reopened", lambda directory: nullcontext(partial(logits, directory)))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from optkit.machine import target as targets
-from optkit.machine.target import Target, cpu_isa, cpu_model, kept, usable_cores
+from optkit.machine.target import Target, cpu_isa, kept, machine_facts
 
 TARGET = Target("cpu", "cpu", cpu_isa(), 2, 1 << 33, 1e11, 4e11, 0.0, 0.0, 1e10, "measured")
 
@@ -15,7 +15,7 @@ TARGET = Target("cpu", "cpu", cpu_isa(), 2, 1 << 33, 1e11, 4e11, 0.0, 0.0, 1e10,
 def keep_target() -> None:
     """Write ``TARGET`` to optkit's cache for new processes, which would measure the machine for seconds."""
     for threads in ("", "1"):  # OMP_NUM_THREADS
-        kept("cpu", [cpu_model(), cpu_isa(), usable_cores(), threads], lambda: TARGET)
+        kept("cpu", machine_facts(threads), lambda: TARGET)
 
 
 @pytest.fixture(scope="module", autouse=True)

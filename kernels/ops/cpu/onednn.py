@@ -1,7 +1,6 @@
-"""Linear layers on x86 through the oneDNN inside PyTorch: int8, and float32 on CPUs that are not Intel's.
+"""Linear layers on x86 through the oneDNN inside PyTorch: int8, and float32 on CPUs of other vendors than Intel.
 
-``torch.nn.functional.linear`` multiplies float32 by Intel's MKL, which takes 1.2 to 2.7 times as long as oneDNN on an
-AMD EPYC (docs/lab-notes.md). ``mkldnn._linear_pointwise`` reads plain weights, so there is no second copy.
+``optkit.machine.float_products`` has the float32 product, which reads plain weights: there is no second copy.
 
 ``onednn.qlinear_pointwise`` takes per-channel weight scales but only a single activation scale. Per-token scales are
 applied afterwards: the call runs with activation scale 1 and zero point 128, and the float result is multiplied row
@@ -20,7 +19,7 @@ from torch import Tensor
 from optkit.kernels import reference
 from optkit.kernels.kernel import Kernel
 from optkit.kernels.reference import ACTIVATION_ZERO_POINT
-from optkit.machine.target import cpu_vendor
+from optkit.machine.float_products import by_onednn, onednn_linear
 
 if TYPE_CHECKING:
     from optkit.machine.target import Target
@@ -29,26 +28,15 @@ if TYPE_CHECKING:
 LEAST_WEIGHTS = 1 << 18  # of a float32 layer; in smaller ones the call itself, 10 us longer, is what counts
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See ``reference.linear``; float32."""
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return product
-
-
-def gains_in_float(target: Target) -> bool:
-    """True on x86 CPUs with AVX2 of other vendors than Intel, where PyTorch has oneDNN."""
-    return (
-        target.kind == "cpu"
-        and "avx2" in target.isa
-        and cpu_vendor() != "GenuineIntel"
-        and torch.backends.mkldnn.is_available()
-    )
+def is_faster_in_float(target: Target) -> bool:
+    """True on CPUs whose float32 products run by oneDNN."""
+    return target.kind == "cpu" and by_onednn(target.isa)
 
 
 def is_large_float(weights: dict[int, Tensor]) -> bool:
-    """float32 weights and bias, with at least ``LEAST_WEIGHTS`` weights."""
+    """float32 weights and bias, with at least ``LEAST_WEIGHTS`` weights; False for computed weights."""
     floats = all(tensor.dtype is torch.float32 for tensor in weights.values())
-    return floats and weights[1].numel() >= LEAST_WEIGHTS
+    return floats and 1 in weights and weights[1].numel() >= LEAST_WEIGHTS
 
 
 def pack(weights: dict[int, Tensor], options: Mapping[str, Any] | None = None) -> dict[int, Tensor]:
@@ -116,10 +104,10 @@ KERNELS = (
     Kernel(
         "linear",
         "onednn",
-        linear,
-        gains_in_float,
+        onednn_linear,
+        is_faster_in_float,
         accepts=is_large_float,
-        needs=f"x86 with AVX2, not Intel's; float32, {LEAST_WEIGHTS:,} weights",
+        needs=f"x86 with AVX2, not Intel's; at least {LEAST_WEIGHTS:,} float32 weights",
     ),
     Kernel(
         "linear_w8a8",

@@ -23,7 +23,7 @@ from optkit.graph.ops.operands import (
     weight,
     whole,
 )
-from optkit.graph.ops.record import CPU, CUDA, PROGRAM, Op, Sharding, Work
+from optkit.graph.ops.record import CUDA, PROGRAM, Op, Sharding, Work
 from optkit.kernels import reference
 from optkit.kernels.packed_codes import BITS
 
@@ -143,7 +143,7 @@ OPS = (
         ),
         shape=linear,
         work=Work.LINEAR,
-        absent=dict.fromkeys((CPU, PROGRAM), "torch's BLAS multiplies floats"),
+        absent={PROGRAM: "PyTorch's libraries multiply floats"},
         row_wise=True,
         any_dtype=True,
         sharding=Sharding.LINEAR,
