@@ -115,7 +115,7 @@ def one_instruction_set() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def reopened_in_new_process() -> Iterator[Callable[[Path], Any]]:
+def reopened_in_new_process() -> Iterator[Callable[[Path], torch.Tensor]]:
     """Artifacts are checked as they are written, those of fixtures too, but without a process each, of seconds.
 
     The value is what they are checked with in use, which starts a process.
@@ -123,7 +123,7 @@ def reopened_in_new_process() -> Iterator[Callable[[Path], Any]]:
     from optkit.pipeline import check
     from tests.support.quick import reopen_here
 
-    in_use = check.reopened
+    in_use = check.reopened_logits
     with pytest.MonkeyPatch.context() as patch:
         reopen_here(patch.setattr)
         yield in_use
@@ -133,11 +133,11 @@ def reopened_in_new_process() -> Iterator[Callable[[Path], Any]]:
 def reopened_as_marked(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
-    reopened_in_new_process: Callable[[Path], Any],
+    reopened_in_new_process: Callable[[Path], torch.Tensor],
 ) -> None:
     """What a test with the marker writes is checked as in use."""
     if request.node.get_closest_marker("new_process"):
-        monkeypatch.setattr("optkit.pipeline.check.reopened", reopened_in_new_process)
+        monkeypatch.setattr("optkit.pipeline.check.reopened_logits", reopened_in_new_process)
 
 
 @pytest.fixture(scope="session", autouse=True)

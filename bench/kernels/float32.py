@@ -3,9 +3,9 @@
     python bench/kernels/float32.py [--rounds 20] [--shapes 576x960,...] [--rows 1,4,16,64,256,1024]
 
 Both kernels take turns, call by call, and the figure is the first quartile of all calls. Weights rotate over copies
-larger than the last-level cache, since in a model each layer's weights come from memory. ``ONEDNN_MAX_CPU_ISA=AVX2``
-holds oneDNN to AVX2. Prints GFLOP/s, how many times as fast oneDNN is, the milliseconds of oneDNN's first call with a
-number of rows beyond later calls, and a line of JSON with the load average before and after.
+larger than the last-level cache, other copies for each kernel, since in a model each layer's weights come from memory.
+``ONEDNN_MAX_CPU_ISA=AVX2`` holds oneDNN to AVX2. Prints GFLOP/s, how many times as fast oneDNN is, the milliseconds of
+oneDNN's first call with a number of rows beyond later calls, and a line of JSON with the load average before and after.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ KERNELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"torch": F.linear, "on
 
 def measure(k: int, n: int, m: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of each call of each kernel with ``m`` rows, the first call first."""
-    weights = [torch.randn(n, k) for _ in range(max(1, min(64, COLD_BYTES // (4 * k * n))))]
+    copies = max(1, min(64, COLD_BYTES // (4 * k * n)))
+    weights = [torch.randn(n, k) for _ in range(len(KERNELS) * copies)]
     x = torch.randn(m, k)
     times: dict[str, list[float]] = {name: [] for name in KERNELS}
-    for number in range(max(rounds, len(weights))):
-        for name, linear in KERNELS.items():
+    for number in range(max(rounds, copies)):
+        for place, (name, linear) in enumerate(KERNELS.items()):
+            weight = weights[place * copies + number % copies]
             start = time.perf_counter()
-            linear(x, weights[number % len(weights)])
+            linear(x, weight)
             times[name].append(time.perf_counter() - start)
     return times
 

@@ -13,14 +13,13 @@ from typing import Any
 
 from optkit.machine.load import BUSY, cpu_in_use, load_average
 
-ISA_VARIABLES = ("OPTKIT_CPU_ISA", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "httpx", "uvicorn")
 
 
 def environment() -> dict[str, Any]:
     """Hardware, versions, command line and time of the run."""
     from optkit import __version__
-    from optkit.machine.target import cpu_isa, cpu_model, memory_bytes, usable_cores
+    from optkit.machine.target import cpu_isa, cpu_model, isa_limits, memory_bytes, usable_cores
 
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -36,7 +35,7 @@ def environment() -> dict[str, Any]:
         "load_average": load_average(),  # before the run starts servers
         "cpu_in_use": cpu_in_use(),
         "threads_env": {k: v for k, v in os.environ.items() if k in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")},
-        "isa_env": {k: v for k, v in os.environ.items() if k in ISA_VARIABLES},  # limits below ``isa``
+        "isa_env": isa_limits(),  # limits below ``isa``
     }
 
 

@@ -55,8 +55,9 @@ def collect(refresh: bool = False) -> dict[str, Any]:
     """All facts of ``optkit doctor``, as plain data."""
     from dataclasses import asdict
 
+    from optkit.machine.float_products import by_onednn
     from optkit.machine.paths import cache_root
-    from optkit.machine.target import cpu_model, detect
+    from optkit.machine.target import cpu_isa, cpu_model, detect
 
     return {
         "optkit": __version__,
@@ -67,6 +68,7 @@ def collect(refresh: bool = False) -> dict[str, Any]:
         "cpu": cpu_model(),
         "target": asdict(detect(refresh)),
         "native_kernels": native_kernels(),
+        "float_products": "oneDNN" if by_onednn(cpu_isa()) else "PyTorch's own choice of a library",
         "cuda": _cuda(),
         "compiler": next(filter(None, map(shutil.which, COMPILERS)), None),
         "plugins": plug_ins(),
@@ -164,6 +166,7 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("cpu", f"{facts['cpu']}, {target['cores']} cores, {target['memory_bytes'] / 2**30:.1f} GiB"),
         ("cpu has", ", ".join(target["isa"]) or "no instruction set that a kernel uses"),
         *_native_rows(facts["native_kernels"]),
+        ("float layers", f"multiplied by {facts['float_products']}"),
         ("ceilings", _ceilings(target)),
         ("gpu", facts["cuda"] or "none"),
         ("compiler", facts["compiler"] or "none; needed by the pass 'compile' and by optkit rebuild"),

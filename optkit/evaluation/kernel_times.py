@@ -8,7 +8,7 @@ class times their number. A graph that can't be cut is measured whole.
 
 In steps of few tokens the weights come from memory and not from the cache, where the whole model is larger than the
 cache. Times are kept in a file for each machine, instruction set, number of threads, version of torch, build of the
-native kernels and state of optkit's sources: a class is measured once.
+native kernels and library of float layers: a class is measured once.
 """
 
 from __future__ import annotations
@@ -35,18 +35,16 @@ from optkit.graph.stored import StoredTensor
 from optkit.graph.variants import SharedWeights
 from optkit.lowering.compiled.hook import fused_nodes
 from optkit.lowering.lower import lower
-from optkit.lowering.saved_file import sources_digest
 from optkit.machine.caches import last_level_cache_bytes
+from optkit.machine.float_products import by_onednn
 from optkit.machine.paths import cache_dir, replace_text
-from optkit.machine.target import Target, cpu_model
+from optkit.machine.target import Target, cpu_isa, cpu_model, isa_limits
 from optkit.recipe.schema import Recipe
 
-REPEATS = 5  # at most; the shortest counts: a disturbance only adds time
+REPEATS = 5  # the shortest counts: a disturbance only adds time
 COLD_REPEATS = (
-    21  # at most; the median counts: what other data leave in the caches varies, and makes steps shorter, too
+    21  # the median counts: what other data leave in the caches varies, and makes steps shorter, too
 )
-LEAST_REPEATS, LEAST_COLD_REPEATS = 3, 9  # before errors are small enough
-SMALL_ERROR = 0.04  # of what is wanted: the time of a model, or the difference of two
 FEW_TOKENS = 32  # in a step that waits for weights from memory; in larger steps arithmetic hides the reading
 LAYERS = 4  # of a class in a measurement: enough for a difference, few enough for time and memory
 COLD_LAYERS = 8  # with cold caches, where a layer of int4 weights takes 0.1 ms and a step varies by 0.3
@@ -196,48 +194,13 @@ class KernelTimes:
         ]
         for step in steps:
             step()
-        taken: list[list[float]] = []
-        for _ in range(COLD_REPEATS if cold else REPEATS):
-            taken.append(rounds(steps, cold))
-            if enough(list(zip(*taken, strict=True)), cold):
-                break
-        return [time_of(samples, cold) for samples in zip(*taken, strict=True)]
+        taken = [rounds(steps, cold) for _ in range(COLD_REPEATS if cold else REPEATS)]
+        return [statistics.median(samples) if cold else min(samples) for samples in zip(*taken, strict=True)]
 
 
 def is_stored(model: Graph) -> bool:
     """True for a large model with weights on disk: copies of its weights would not fit twice."""
     return any(isinstance(weight.stored, StoredTensor) for weight in model.weights.values())
-
-
-def enough(models: Sequence[Sequence[float]], cold: bool) -> bool:
-    """True where more repeats would hardly change the result.
-
-    Args:
-        models: seconds of the repeats of one model; or of two, whose difference is wanted.
-    """
-    if len(models[0]) < (LEAST_COLD_REPEATS if cold else LEAST_REPEATS):
-        return False
-    times = [time_of(samples, cold) for samples in models]
-    wanted = times[0] if len(models) == 1 else abs(times[1] - times[0])
-    return sum(error_of(samples, cold) for samples in models) <= SMALL_ERROR * wanted
-
-
-def time_of(samples: Sequence[float], cold: bool) -> float:
-    """The median with cold caches, else the shortest."""
-    return statistics.median(samples) if cold else min(samples)
-
-
-def error_of(samples: Sequence[float], cold: bool) -> float:
-    """The error of ``time_of``, in seconds.
-
-    That of the shortest is its distance to the second. That of the median is estimated from the quartiles, as for a
-    normal distribution: 0.93 of their distance, over the root of the number of samples.
-    """
-    if not cold:
-        first, second = sorted(samples)[:2]
-        return second - first
-    q1, _, q3 = statistics.quantiles(samples, n=4, method="inclusive")
-    return 0.93 * (q3 - q1) / math.sqrt(len(samples))
 
 
 def rounds(steps: Sequence[Callable[[], None]], cold: bool) -> list[float]:
@@ -270,11 +233,19 @@ def evict() -> None:
 
 
 def times_file() -> Path:
-    """The file of times of this machine, instruction set, threads, torch, native kernels and sources."""
+    """The file of times of this machine: instruction sets, threads, torch, native kernels, library of float layers."""
     from optkit.kernels.cpu import native
 
     isa, built = (native.isa(), native.library_digest()) if native.available() else ("", "")
-    facts = [cpu_model(), isa, torch.get_num_threads(), torch.__version__, built, sources_digest()]
+    facts = [
+        cpu_model(),
+        isa,
+        torch.get_num_threads(),
+        torch.__version__,
+        built,
+        isa_limits(),
+        by_onednn(cpu_isa()),
+    ]
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     return cache_dir("layer-times") / f"{digest}.json"
 

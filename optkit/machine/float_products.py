@@ -1,6 +1,6 @@
 """Float32 products on a CPU: by PyTorch's own choice of a library, or by oneDNN.
 
-On x86 PyTorch multiplies float32 by Intel's MKL, which takes 1.2 to 4 times as long as oneDNN on an AMD EPYC
+On x86 PyTorch multiplies float32 by Intel's MKL, which takes 1.0 to 3.5 times as long as oneDNN on an AMD EPYC
 (docs/lab-notes.md). Kernels, the measured ceiling and the predictions of plans all follow ``by_onednn``.
 """
 

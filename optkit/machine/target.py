@@ -29,6 +29,8 @@ from optkit.machine.paths import cache_dir, replace_text
 
 log = logging.getLogger(__name__)
 
+ISA_VARIABLES = ("OPTKIT_CPU_ISA", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+
 MEASURED_AS = (
     2  # another number after a change of how ceilings of a CPU are measured: kept ceilings are measured anew
 )
@@ -129,8 +131,13 @@ def detect(refresh: bool = False) -> Target:
 
 
 def machine_facts(threads: str) -> list[Any]:
-    """The local CPU, the number of threads and the revision of the measurement, as the key of measured ceilings."""
-    return [cpu_model(), cpu_isa(), usable_cores(), threads, MEASURED_AS]
+    """The local CPU, threads, limits of instruction sets and the revision of the measurement: the key of ceilings."""
+    return [cpu_model(), cpu_isa(), usable_cores(), threads, isa_limits(), MEASURED_AS]
+
+
+def isa_limits() -> dict[str, str]:
+    """The environment's variables that hold optkit or PyTorch to fewer instruction sets than the CPU has."""
+    return {name: os.environ[name] for name in ISA_VARIABLES if name in os.environ}
 
 
 # -- facts of the machine --------------------------------------------------------------------------

@@ -5,7 +5,7 @@ opens the finished directory as a server would, hashes included, and gives the l
 ragged chunks, prefill and decode, through the paged KV cache. The graph in memory, with the same compiled layers, must
 give the same logits. Equal kernels give equal bits; ``TOLERANCE`` is for torch's products, whose rounding may depend on
 the memory layout of operands. Compiled and uncompiled layers differ by rounding, which a quantizer behind them makes
-larger than ``TOLERANCE``. Where memory holds the model twice, both sides run at once.
+larger than ``TOLERANCE``.
 
 ``python -m optkit.pipeline.check DIRECTORY THREADS`` is the new process; a broken pipe to the parent ends the process.
 """
@@ -16,9 +16,7 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,18 +56,13 @@ def check_reopened(directory: Path, graph: Graph, target: Target, dtype: torch.d
         ArtifactDiffers: the artifact can't be opened, or the logits differ.
     """
     streamed = target.kind == "cpu" and graph.num_bytes() > weight_limit(target)
-    beside = target.kind == "cpu" and 2 * graph.num_bytes() <= weight_limit(target)
-    with ExitStack() as stack:
-        given = stack.enter_context(reopened(directory)) if beside else None
-        lowered = lower_with_code(graph, target, native=directory / NATIVE, dtype=dtype, streamed=streamed)
-        expected = probe_logits(lowered)
-        del lowered
-        if given is None:
-            given = stack.enter_context(reopened(directory))
-        found = given()
-    if found.shape != expected.shape:
-        raise differs(f"its logits are {list(found.shape)}, those measured {list(expected.shape)}")
-    error = (found - expected).abs().max().item()
+    lowered = lower_with_code(graph, target, native=directory / NATIVE, dtype=dtype, streamed=streamed)
+    expected = probe_logits(lowered)
+    del lowered
+    given = reopened_logits(directory)
+    if given.shape != expected.shape:
+        raise differs(f"its logits are {list(given.shape)}, those measured {list(expected.shape)}")
+    error = (given - expected).abs().max().item()
     if not error <= TOLERANCE[target.kind] * expected.abs().max().item():
         raise differs(f"its logits differ from those measured by up to {error:.2g}")
 
@@ -89,36 +82,19 @@ def probe_logits(model: Executable) -> Tensor:
     return torch.cat(list(RuntimeLogits(model).logits(windows)))
 
 
-@contextmanager
-def reopened(directory: Path) -> Iterator[Callable[[], Tensor]]:
-    """Start a new process on ``directory``; the function waits for the logits of the probe.
-
-    The process ends with the context.
-    """
+def reopened_logits(directory: Path) -> Tensor:
+    """Logits of the probe from ``directory``, computed by a new process and sent through a pipe."""
     gc.collect()  # modules of torch.fx are cycles, and the new process needs the memory
     command = [sys.executable, "-m", "optkit.pipeline.check", str(directory), str(torch.get_num_threads())]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        try:
-            yield partial(logits_of, process)
-        finally:
-            process.kill()  # nothing happens to a process that has ended
-
-
-def logits_of(process: subprocess.Popen[bytes]) -> Tensor:
-    """The logits sent by ``process`` through a pipe.
-
-    Raises:
-        ArtifactDiffers: there are none, or they take longer than ``TIMEOUT_SECONDS``.
-    """
     try:
-        output, errors = process.communicate(timeout=TIMEOUT_SECONDS)
+        done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_SECONDS, check=False)
     except subprocess.TimeoutExpired as error:
         raise differs(f"that took more than {TIMEOUT_SECONDS} seconds") from error
     with suppress(SafetensorError):  # incomplete
-        return load(output)["logits"]
-    if process.returncode:
-        lines = errors.decode(errors="replace").strip().splitlines()
-        reason = lines[-1] if lines else f"exit code {process.returncode}"
+        return load(done.stdout)["logits"]
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        reason = lines[-1] if lines else f"exit code {done.returncode}"
         raise differs(f"it could not be opened ({reason[:300]})")
     raise differs("no logits came back")
 

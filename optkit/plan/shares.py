@@ -71,8 +71,8 @@ CPU = Shares(
         Unit.PLAIN_ATTENTION: 0.6,
     },
     other=0.1,
-    # MKL's product of one row reads weights slowly; plain attention gathers blocks of KV first, and attention over
-    # int8 reads a block of each head, far from the next
+    # PyTorch's own product of one row reads weights slowly; plain attention gathers blocks of KV first, and attention
+    # over int8 reads a block of each head, far from the next
     bandwidth={
         Unit.FLOAT: 0.31,
         Unit.ATTENTION: 0.3,
@@ -97,6 +97,8 @@ CPU_AVX2 = replace(
     packing={Unit.FLOAT: 0.8},
     step_seconds=2e-4,
 )
+MKL_OVER_ONEDNN = 0.71  # rates of a large float32 product, on an AMD EPYC (docs/lab-notes.md)
+FLOAT_UNITS = (Unit.WEIGHT_ONLY, Unit.ATTENTION, Unit.PLAIN_ATTENTION)  # beside float layers
 DOT_PRODUCTS = {"avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm"}  # of bytes, in one instruction
 
 
@@ -105,14 +107,19 @@ def shares_of(target: Target) -> Shares:
     if target.kind == "cuda":
         return FLOOR
     shares = CPU if DOT_PRODUCTS & set(target.isa) else CPU_AVX2
-    return with_onednn(shares) if by_onednn(target.isa) else shares
+    return with_onednn(shares) if target.name == "cpu" and by_onednn(target.isa) else shares
 
 
 def with_onednn(shares: Shares) -> Shares:
-    """``shares`` where float layers, and the ceiling, are products of oneDNN: attention stays with MKL."""
+    """``shares`` on a CPU whose float layers, and float32 ceiling, are products of oneDNN.
+
+    Shares of other units that multiply floats were measured against MKL's lower ceiling.
+    """
+    others = {unit: MKL_OVER_ONEDNN * shares.compute[unit] for unit in FLOAT_UNITS}
     return replace(
         shares,
-        compute=shares.compute | {Unit.PLAIN_ATTENTION: 0.43},
-        bandwidth=shares.bandwidth | {Unit.FLOAT: 0.55},
+        compute=shares.compute | others,
+        other=MKL_OVER_ONEDNN * shares.other,
+        bandwidth=shares.bandwidth | {Unit.FLOAT: 0.38},
         packing={},
     )

@@ -109,27 +109,6 @@ def test_a_quantized_model_without_weights_is_measured_too() -> None:
     assert graph.is_meta and len(list(graph.calls(*ATTENTION))) == 4
 
 
-@pytest.mark.parametrize(
-    ("models", "cold", "enough"),
-    [
-        ([[1.0, 1.01]], False, False),  # too few
-        ([[1.5, 1.0, 1.01]], False, True),
-        ([[1.5, 1.0, 1.05]], False, False),
-        ([[1.0, 1.01, 1.5], [1.2, 1.201, 1.5]], False, False),  # 0.011 of a difference of 0.2
-        ([[1.0, 1.01, 1.5], [2.0, 2.01, 2.5]], False, True),
-        ([[1.0] * 8], True, False),
-        ([[1.0] * 9], True, True),
-        ([[1.0, 1.5] * 5], True, False),
-        ([[1.0, 1.2] * 10], True, True),  # quartiles 0.2 apart: an error of 0.042 of 1.1
-        ([[1.0, 1.2] * 10, [2.0] * 20], True, False),
-    ],
-)
-def test_models_are_timed_until_the_error_is_small_beside_what_is_wanted(
-    models: list[list[float]], cold: bool, enough: bool
-) -> None:
-    assert kernel_times.enough(models, cold) is enough
-
-
 def test_times_are_kept_and_not_measured_twice(machine: list[int]) -> None:
     graph, settings = captured("llama", num_hidden_layers=4), recipe("passes: {}")
     first = times()

@@ -98,7 +98,8 @@ def test_linear(
         weight[rows] = fitting(weight[rows])
     bias = torch.randn(n) if biased else None
     packed = int8.pack({2: weight, 3: weight_scale})
-    assert packed[3].nbytes == -(-n // 32) * 32 * weight_scale.shape[1] * (2 if half else 4)
+    in_half = torch.equal(weight_scale.half().float(), weight_scale)  # also by chance, where scales are few
+    assert packed[3].nbytes == -(-n // 32) * 32 * weight_scale.shape[1] * (2 if in_half else 4)
     expected = reference.linear_w8a8(q, scale, weight, weight_scale, bias)
     outputs = []
     for isa in ISAS:

@@ -12,7 +12,7 @@ from optkit import kernels
 from optkit.kernels.cpu import onednn
 from optkit.lowering.lower import lower
 from optkit.machine import float_products
-from optkit.machine.float_products import has_onednn, onednn_linear
+from optkit.machine.float_products import has_onednn
 from optkit.machine.target import DATASHEETS, Target
 from tests.support.graphs import captured, dense, random_ids, relative_error
 from tests.support.target import TARGET
@@ -33,7 +33,7 @@ def test_a_float_layer_is_the_product_in_float64(rows: tuple[int, ...], biased: 
     x, weight = torch.randn(*rows, k), torch.randn(n, k)
     bias = torch.randn(n) if biased else None
     expected = x.double() @ weight.double().T + (0 if bias is None else bias)
-    got = onednn_linear(x, weight, bias)
+    got = onednn.linear(x, weight, bias)
     assert got.dtype == torch.float32 and got.shape == expected.shape
     torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-3)
 
@@ -43,7 +43,7 @@ def test_a_float_layer_reads_rows_and_weights_that_are_parts_of_larger_matrices(
     x, matrix = torch.randn(9, 700)[::2, 100:612], torch.randn(700, 1024)
     weight = matrix[50:650, 256:768]
     expected = x.double() @ weight.double().T
-    torch.testing.assert_close(onednn_linear(x, weight).double(), expected, rtol=0, atol=1e-3)
+    torch.testing.assert_close(onednn.linear(x, weight).double(), expected, rtol=0, atol=1e-3)
 
 
 def chosen(target: Target, weights: dict[int, Tensor]) -> str | None:

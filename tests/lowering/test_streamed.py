@@ -13,7 +13,7 @@ from optkit.kernels.cpu import onednn
 from optkit.lowering import streamed
 from optkit.lowering.lower import lower
 from optkit.machine import float_products
-from optkit.machine.float_products import has_onednn, onednn_linear
+from optkit.machine.float_products import has_onednn
 from tests.support.graphs import apply, captured, dense, random_ids, relative_error
 from tests.support.target import TARGET
 
@@ -49,7 +49,7 @@ def test_streamed_graph_has_the_logits_of_the_graph_in_memory(
     assert model.is_streamed
     multiply = {node.target.multiply for node in model.module.graph.nodes if is_stored_linear(node)}
     by_onednn = target is not None and vendor == "AuthenticAMD" and has_onednn() and "avx2" in TARGET.isa
-    assert multiply == {onednn_linear if by_onednn else reference.linear}
+    assert multiply == {onednn.linear if by_onednn else reference.linear}
     assert relative_error(dense_of(model, graph), expected) < 1e-5
     assert not any(b.numel() * 4 >= 64 * 64 * 4 for b in model.module.buffers())
 

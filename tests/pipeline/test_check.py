@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from optkit.artifact.open import Artifact
 from optkit.graph.ir import Graph
-from optkit.pipeline import check, publish
+from optkit.pipeline import publish
 from optkit.pipeline.check import ArtifactDiffers
 from tests.checkpoint.test_compressed_tensors_writer import written
 from tests.support.architectures import tiny_model
@@ -91,24 +91,3 @@ def test_a_killed_check_publishes_nothing(
     with pytest.raises(ArtifactDiffers, match="could not be opened \\(exit code -9"):
         written(graph, source, tmp_path / "out")
     assert not list(tmp_path.glob("*out*")) and not list(tmp_path.glob(".*out*"))
-
-
-@pytest.mark.new_process
-def test_a_large_model_is_read_back_after_the_one_in_memory_is_gone(
-    source: Path, tmp_path: Path, graph: Graph, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(check, "weight_limit", lambda target: graph.num_bytes())
-    order: list[str] = []
-    start, lowered = check.reopened, check.lower_with_code
-    monkeypatch.setattr(check, "reopened", lambda directory: order.append("started") or start(directory))
-    monkeypatch.setattr(check, "lower_with_code", lambda *a, **o: order.append("lowered") or lowered(*a, **o))
-    written(graph, source, tmp_path / "out")
-    assert order == ["lowered", "started"]
-
-
-@pytest.mark.new_process
-def test_the_process_ends_with_a_mistake_in_this_one(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), check.reopened(tmp_path) as logits:
-        process = logits.args[0]
-        raise RuntimeError
-    assert process.returncode is not None

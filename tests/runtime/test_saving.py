@@ -9,10 +9,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 import optkit
 from optkit.artifact.manifest import MANIFEST
@@ -50,11 +50,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made(
     tmp_path_factory: pytest.TempPathFactory,
     cache: Path,
-    reopened_in_new_process: Callable[[Path], Any],
+    reopened_in_new_process: Callable[[Path], torch.Tensor],
 ) -> Path:
     """An artifact of int8 layers, by ``optkit.optimize``, whose check saves the model."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("optkit.pipeline.check.reopened", reopened_in_new_process)
+        patch.setattr("optkit.pipeline.check.reopened_logits", reopened_in_new_process)
         patch.setenv("OPTKIT_CACHE", str(cache))
         quick(patch.setattr)
         source = save_model(tmp_path_factory.mktemp("models") / "tiny")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,4 +45,4 @@ def reopen_here(replace: Callable[[Any, str, Any], None] = setattr) -> None:
     def logits(directory: Path) -> Tensor:
         return check.probe_logits(Artifact.open(directory).executable())
 
-    replace(check, "reopened", lambda directory: nullcontext(partial(logits, directory)))
+    replace(check, "reopened_logits", logits)
