@@ -1,7 +1,8 @@
 """The verdict of a comparison over HTTP: an artifact against the unoptimized model, by the objective of the recipe.
 
 Ratios are taken within rounds, as in the table. All rounds must agree: an artifact is faster where every round is
-faster, and worse where every round is slower by more than ``TOLERANCE``.
+faster, and worse where every round is slower by more than ``TOLERANCE``. The memory of a server is not measured: with
+the objective ``memory`` whole requests are compared, and slower ones are not worse.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from optkit.bench.result import BenchResult, Key
 from optkit.recipe.schema import ObjectiveName
 
 TOLERANCE = 0.02  # of the cost
-# The costs of a round by objective; the memory of a server is not measured.
+# The costs of a round by objective.
 LATENCIES: dict[ObjectiveName, Key] = {
     "ttft": ("latency_ms", "ttft", "p50"),
     "tpot": ("latency_ms", "tpot", "p50"),
     "request": ("latency_ms", "e2e", "p50"),
+    "memory": ("latency_ms", "e2e", "p50"),
 }
 THROUGHPUT: Key = ("output_throughput",)
 
@@ -35,21 +37,28 @@ class Verdict:
         return all(ratio < 1 for ratio in self.ratios)
 
     @property
-    def worse(self) -> bool:
+    def slower(self) -> bool:
         return all(ratio > 1 + TOLERANCE for ratio in self.ratios)
+
+    @property
+    def worse(self) -> bool:
+        return self.slower and self.objective != "memory"
 
     def line(self) -> str:
         """``objective ttft: 0.26 to 0.28 of baseline: faster``"""
         low, high = min(self.ratios), max(self.ratios)
-        word = "faster" if self.faster else "WORSE" if self.worse else "not faster"
-        return f"objective {self.objective}: {low:.2f} to {high:.2f} of {self.other}: {word}"
+        word = "faster" if self.faster else "not faster"
+        if self.slower:
+            word = "WORSE" if self.worse else "slower"
+        times = f"{low:.2f} to {high:.2f} of {self.other}: {word}"
+        if self.objective == "memory":
+            return f"objective memory: in the artifact's report; requests {times}"
+        return f"objective {self.objective}: {times}"
 
 
 def verdicts(result: BenchResult, objective: ObjectiveName) -> list[Verdict]:
-    """A verdict for each side beside the first; none for an objective or a side without measured numbers."""
+    """A verdict for each side beside the first; none for a side without measured numbers."""
     key = LATENCIES.get(objective, THROUGHPUT)
-    if objective == "memory":
-        return []
     found = [(other, result.ratios(other, key)) for other in result.sides[1:]]
     return [
         Verdict(objective, other, tuple(inverse(ratio) if key == THROUGHPUT else ratio for ratio in ratios))

@@ -245,7 +245,7 @@ def bench(
     or client, hits of a prefix cache, latencies that drift, a growing queue.
 
     With an artifact and --baseline, the last lines say whether the artifact is faster than each side by its recipe's
-    objective; nothing is said of the objective memory.
+    objective; with the objective memory, whether its requests are faster.
 
     Exit codes: 0 done, 2 wrong usage or no server, 3 the p95 of the first side misses a bound of --slo (with
     --find-rate: no rate holds; never with --sweep), 4 the artifact is slower than one of the sides, by the objective of

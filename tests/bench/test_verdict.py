@@ -41,8 +41,14 @@ def test_throughput_is_a_cost_upside_down():
     assert verdict.ratios == pytest.approx(tuple(1 / rate for rate in rates))
 
 
-def test_memory_has_no_verdict_over_http():
-    assert verdicts(made(), "memory") == []
+@pytest.mark.parametrize("slow", [False, True])
+def test_the_objective_memory_compares_requests_and_calls_none_worse(slow: bool) -> None:
+    result = turned(made()) if slow else made()
+    (verdict,), (request,) = verdicts(result, "memory"), verdicts(result, "request")
+    assert verdict.ratios == request.ratios and verdict.slower is request.worse is slow
+    assert not verdict.worse
+    times = request.line().removeprefix("objective request: ").replace("WORSE", "slower")
+    assert verdict.line() == f"objective memory: in the artifact's report; requests {times}"
 
 
 def test_a_round_without_any_answer_is_worse_in_throughput(monkeypatch: pytest.MonkeyPatch) -> None:
