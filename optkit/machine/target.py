@@ -31,9 +31,8 @@ log = logging.getLogger(__name__)
 
 ISA_VARIABLES = ("OPTKIT_CPU_ISA", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 
-MEASURED_AS = (
-    2  # another number after a change of how ceilings of a CPU are measured: kept ceilings are measured anew
-)
+# The revision of how ceilings of a CPU are measured: kept ceilings of another one are measured anew.
+MEASURED_AS = 2
 
 ISA_FLAGS = ("sse4_2", "avx", "avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx_vnni", "avx512_bf16")
 ISA_EXTRA = ("amx_tile", "amx_int8", "amx_bf16", "asimd", "asimddp", "i8mm", "bf16", "sve")
