@@ -15,6 +15,13 @@ from optkit.machine.target import cpu_vendor
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from optkit.machine.target import Target
+
+
+def runs_by_onednn(target: Target) -> bool:
+    """True for the CPU at hand, if its float32 products run by oneDNN."""
+    return target.name == "cpu" and by_onednn(target.isa)
+
 
 def by_onednn(isa: Collection[str]) -> bool:
     """True for products by oneDNN: on x86 CPUs with AVX2 whose vendor is not Intel, where PyTorch has oneDNN.

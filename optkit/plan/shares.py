@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from optkit.machine.float_products import by_onednn
+from optkit.machine.float_products import runs_by_onednn
 from optkit.machine.target import Target
 
 
@@ -107,7 +107,7 @@ def shares_of(target: Target) -> Shares:
     if target.kind == "cuda":
         return FLOOR
     shares = CPU if DOT_PRODUCTS & set(target.isa) else CPU_AVX2
-    return with_onednn(shares) if target.name == "cpu" and by_onednn(target.isa) else shares
+    return with_onednn(shares) if runs_by_onednn(target) else shares
 
 
 def with_onednn(shares: Shares) -> Shares:

@@ -19,7 +19,7 @@ from torch import Tensor
 from optkit.kernels import reference
 from optkit.kernels.kernel import Kernel
 from optkit.kernels.reference import ACTIVATION_ZERO_POINT
-from optkit.machine.float_products import by_onednn, onednn_linear
+from optkit.machine.float_products import onednn_linear, runs_by_onednn
 
 if TYPE_CHECKING:
     from optkit.machine.target import Target
@@ -31,11 +31,6 @@ LEAST_WEIGHTS = 1 << 18  # of a float32 layer; in smaller ones the call itself, 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """See ``reference.linear``; float32."""
     return onednn_linear(x, weight, bias)
-
-
-def is_faster_in_float(target: Target) -> bool:
-    """True for the CPU at hand, if its float32 products run by oneDNN."""
-    return target.name == "cpu" and by_onednn(target.isa)
 
 
 def is_large_float(weights: dict[int, Tensor]) -> bool:
@@ -110,7 +105,7 @@ KERNELS = (
         "linear",
         "onednn",
         linear,
-        is_faster_in_float,
+        runs_by_onednn,
         accepts=is_large_float,
         needs=f"x86 with AVX2, not Intel's; at least {LEAST_WEIGHTS:,} float32 weights",
     ),
