@@ -21,6 +21,7 @@ from optkit.capture.canonicalize import canonicalize
 from optkit.capture.check import changed, check_capture, eager, settings
 from optkit.capture.complex_numbers import as_pairs
 from optkit.capture.counters import count_from_positions, refuse_counters
+from optkit.capture.decomposed import decompose
 from optkit.capture.exported_graph import join_filled
 from optkit.capture.flatten import Captured, flatten, longest_context
 from optkit.capture.masks import COMPUTED
@@ -152,7 +153,7 @@ def export(model: Any) -> torch.export.ExportedProgram:
                     strict=False,
                     prefer_deferred_runtime_asserts_over_guards=True,  # batched experts: T * min(K, K * T) == K * T
                 )
-            return program.run_decompositions(decompositions())
+            return decompose(program, decompositions())
         except UnsupportedModel as error:
             raise UnsupportedModel(error.what, where=model.config.model_type) from error
         except Exception as error:
