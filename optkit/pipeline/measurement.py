@@ -293,9 +293,12 @@ def runtime_logits(model: Executable, block_size: int) -> RuntimeLogits:
 
 
 def plain_logits(model: Executable, block_size: int) -> RuntimeLogits:
-    """Logits in few and large steps: no served kernel of the source model is tested."""
-    chunk = 2 * WINDOW_TOKENS if model.is_streamed else WINDOW_TOKENS // 2
-    return RuntimeLogits(model, block_size, chunk=chunk, decode=0)
+    """Logits in few and large steps: no served kernel of the source model is tested.
+
+    A call computes a window, whose logits then need no copy, or two where each call reads the weights from disk.
+    """
+    together = 2 if model.is_streamed else 1
+    return RuntimeLogits(model, block_size, chunk=together * WINDOW_TOKENS, decode=0, together=together)
 
 
 def predict(

@@ -1,9 +1,9 @@
 """Logits of whole windows through an executable, computed as a server computes them.
 
-Two windows share a batch. Their chunks have different lengths, so the batch is ragged and no chunk ends where a block
-does. Their KV blocks interleave. The last ``decode`` tokens of each window run in single steps. So prefill kernels,
-decode kernels and block tables all take part. Pools are reused from pair to pair without clearing: a kernel that
-reads a wrong slot sees stale data, as in a server.
+Two windows share a batch, unless the caller asks for one. Their chunks have different lengths, so the batch is ragged
+and no chunk ends where a block does. Their KV blocks interleave. The last ``decode`` tokens of each window run in
+single steps. So prefill kernels, decode kernels and block tables all take part. Pools are reused from pair to pair
+without clearing: a kernel that reads a wrong slot sees stale data, as in a server.
 
 Long contexts need few rows: ``rows`` gives those at some positions of a window, ``branches`` those of several
 continuations of one context, whose KV is computed once.
@@ -43,6 +43,7 @@ class RuntimeLogits:
         chunk: new tokens of a sequence in a call; fewer for the second sequence.
         decode: tokens at the end of each window, run in single steps.
         long_chunk: new tokens in a call of ``rows`` and ``branches``, where one sequence runs alone.
+        together: windows in a batch, at most ``SEQUENCES``.
     """
 
     def __init__(
@@ -52,8 +53,9 @@ class RuntimeLogits:
         chunk: int = 128,
         decode: int = 8,
         long_chunk: int = LONG_CHUNK,
+        together: int = SEQUENCES,
     ) -> None:
-        self.long_chunk = long_chunk
+        self.long_chunk, self.together = long_chunk, together
         self.model, self.block_size, self.chunk, self.decode = model, block_size, chunk, decode
         self.device = getattr(model, "device", torch.device("cpu"))
         self._pools: tuple[int, dict[str, Tensor]] = (0, {})
@@ -64,8 +66,8 @@ class RuntimeLogits:
         return self.model.max_model_len
 
     def logits(self, windows: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-        for first in range(0, len(windows), SEQUENCES):
-            outputs = self._run([torch.tensor(window) for window in windows[first : first + SEQUENCES]])
+        for first in range(0, len(windows), self.together):
+            outputs = self._run([torch.tensor(window) for window in windows[first : first + self.together]])
             while outputs:  # the caller frees each window's logits before the next window
                 yield outputs.pop(0)
 
@@ -153,10 +155,13 @@ class RuntimeLogits:
     def _run(self, sequences: list[Tensor]) -> list[Tensor]:
         tables = self._block_tables(sequences)
         caches = self._caches(tables.numel())
-        outputs = [torch.empty(len(tokens), self.model.vocab_size) for tokens in sequences]
-        done = [0] * len(sequences)
+        lengths, done = [len(tokens) for tokens in sequences], [0] * len(sequences)
+        outputs: list[Tensor] = []
         while take := self._take(sequences, done):
             rows = self._call(caches, self._inputs(sequences, tables, done, take))
+            if [len(rows)] == lengths:  # a window in a single call: its logits, 100 MB, are not copied
+                return [rows.cpu()]
+            outputs = outputs or [torch.empty(length, self.model.vocab_size) for length in lengths]
             counts = list(take.values())
             for i, piece in zip(take, rows.split(counts), strict=True):
                 outputs[i][done[i] : done[i] + take[i]] = piece

@@ -307,6 +307,14 @@ def test_chunks_put_every_row_where_it_belongs(lengths, chunk, decode):
     assert all(len(step) <= 2 and max(step) <= max(chunk, 1) for step in model.steps)
 
 
+def test_windows_run_alone_and_without_a_copy_when_one_is_a_batch():
+    model = Recorder()
+    cut = [list(range(n)) for n in (35, 40, 52)]
+    for window, rows in zip(cut, RuntimeLogits(model, 4, 40, 0, together=1).logits(cut), strict=True):
+        assert rows[:, 0].tolist() == rows[:, 1].tolist() == window
+    assert model.steps == [[35], [40], [40], [12]]
+
+
 def test_decode_tail_runs_one_token_at_a_time():
     model = Recorder()
     list(RuntimeLogits(model, 4, 16, 3).logits([list(range(35))]))
