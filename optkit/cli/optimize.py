@@ -17,6 +17,7 @@ from optkit.evaluation.limits import FINAL_TOKENS, LEAST_FINAL_TOKENS
 if TYPE_CHECKING:
     from optkit.recipe.schema import Recipe
 
+BOUND_MISSED = 3  # exit code
 FIXED_STAGES = 4  # locating the model, capture, the whole, writing
 
 
@@ -72,6 +73,8 @@ def optimize(
     only within the recipe's bounds. An interrupted run resumes: the cache keeps finished steps.
     Before anything starts, an estimate of time, memory and disk is printed, and a run that cannot fit is refused.
 
+    Exit code 3: the artifact is written, but misses a bound of the recipe, and undoing more passes cannot help.
+
     Example: optkit optimize smollm2-135m --recipe ttft-cpu -o artifact/
     """
     loaded = with_overrides(recipe, overrides or [])
@@ -103,7 +106,7 @@ def optimize(
 
         missed = {"missed_predictions": misses(records_of(run))}
         console.print_json({"artifact": str(path), **run.to_dict(), **missed})
-        return
+        raise typer.Exit(BOUND_MISSED if run.missed_bounds else 0)
     from optkit.pipeline.report import (
         alternatives_table,
         compiled_table,
@@ -119,6 +122,7 @@ def optimize(
     for line in result.summary():
         console.stdout.print(line)
     console.stdout.print(f"wrote {path}\nnext: optkit serve {path}")
+    raise typer.Exit(BOUND_MISSED if run.missed_bounds else 0)
 
 
 def show_warning(event: ProgressEvent) -> None:

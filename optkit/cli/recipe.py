@@ -12,7 +12,7 @@ from rich.table import Table
 from optkit.cli import console
 from optkit.cli.help import PlainCommand
 from optkit.cli.tables import print_table
-from optkit.errors import UserError
+from optkit.errors import UserError, printable
 from optkit.passes.resolve import (
     Alternatives,
     Resolved,
@@ -51,7 +51,7 @@ def table(recipes: list[Recipe]) -> Table:
     grid = Table("recipe", "target", "passes", "description", box=None, pad_edge=False)
     for recipe in recipes:
         names = ", ".join(entry.name for entry in recipe.entries) or "(none)"
-        grid.add_row(recipe.name, recipe.target, names, recipe.description)
+        grid.add_row(recipe.name, recipe.target, names, printable(recipe.description))
     return grid
 
 
@@ -104,7 +104,7 @@ def _plan_lines(recipe: Recipe, resolved: list[Resolved]) -> list[str]:
     work, size = recipe.workload, recipe.runtime
     prompts = ", ".join(map(str, work.prompt_tokens))
     lines = [
-        f"{recipe.name} for {recipe.target}: {recipe.description}",
+        printable(f"{recipe.name} for {recipe.target}: {recipe.description}"),
         *(f"extends   {base}" for base in recipe.document.bases),
         f"workload  prompts of {prompts} tokens, {work.output_tokens} out, batch {work.batch}",
         f"runtime   {size.max_num_seqs} sequences, KV cache {format_bytes(size.kv_cache_bytes)}",

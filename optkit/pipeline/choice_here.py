@@ -128,23 +128,27 @@ def for_decodes(place: PlaceEntry, prompts: str) -> list[str]:
 # -- in words ------------------------------------------------------------------------------------------------
 
 
-def sentence(choices: list[PlaceChoice], recipe: str, model: str) -> str:
-    """The likely choice here, in a line; ``recipe`` and ``model`` are for the command."""
+def sentence(choices: list[PlaceChoice]) -> str:
+    """The likely choice here, in a line."""
     if not choices:
         return "the candidates have no prediction here; optkit optimize measures again on this machine"
     changed = [clause for choice in choices for clause in changes(choice)]
     if not changed:
         names = ", ".join(f"{choice.label}: {shown(choice.kept[0])}" for choice in choices)
         return f"optkit optimize would likely choose the same here ({names})"
-    command = f"optkit optimize {model} --recipe {recipe}"
-    return f"optkit optimize would likely choose {'; '.join(changed)}: run {command}"
+    again = "make it again here: optkit optimize MODEL --recipe ARTIFACT/optkit/recipe.yaml -o NEW"
+    return f"optkit optimize would likely choose {'; '.join(changed)}; {again}"
 
 
 def changes(choice: PlaceChoice) -> list[str]:
-    """``int8 for prompts (predicted 1.30x as fast as w4a8, ...)`` for each kind of step with another choice."""
+    """``int8 for prompts (predicted 1.30x as fast as w4a8, ...)`` for each kind of step with another choice.
+
+    Decode steps may get slower, where the candidate for prompts takes no other for few tokens.
+    """
     rows = zip(("prompts", "decode steps"), choice.kept, choice.best, choice.gains, strict=True)
     return [
-        f"{shown(best)} for {steps} (predicted {gain:.2f}x as fast as {shown(kept)}, which this artifact has)"
+        f"{shown(best)} for {steps} (predicted {gain:.2f}x as fast as {shown(kept)}, which this artifact has"
+        f"{', but needed by these prompts' if gain < 1 else ''})"
         for steps, kept, best, gain in rows
         if kept != best
     ]
@@ -161,8 +165,7 @@ def predict_here(directory: Path, step_seconds: StepSeconds | None = None) -> tu
         UserError: recipe or candidates are damaged.
     """
     choices = choices_here(directory, step_seconds)
-    opened = Artifact.open(directory, verify=False)
-    text = sentence(choices, opened.recipe.name, opened.name)
+    text = sentence(choices)
     measured_on.keep_sentence(directory, text)
     return choices, text
 

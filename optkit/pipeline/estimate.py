@@ -194,13 +194,20 @@ def refuse_what_cannot_fit(
             if narrow
             else "use a recipe with w4a8 in place of 8 bits or float, or a machine with more memory",
         )
-    cache = cache_dir("states")
-    free = min(shutil.disk_usage(place).free for place in (cache, existing(out)))
+    remedies = {
+        existing(out): "write the artifact to a directory on a larger disk",
+        cache_dir(
+            "states"
+        ): "set OPTKIT_CACHE to a directory on a larger disk, or leave smoothquant and rotate out of "
+        "the recipe",
+    }
+    disks = {place.stat().st_dev: place for place in remedies}  # of one disk, the cache is named
+    free, place = min((shutil.disk_usage(place).free, place) for place in disks.values())
     if found.disk > free:
         raise UserError(
             f"the run would take about {found.disk / GB:.1f} GB of disk, {free / GB:.1f} GB are free",
-            where=str(cache),
-            fix="set OPTKIT_CACHE to a directory on a larger disk, or leave smoothquant and rotate out of the recipe",
+            where=str(place),
+            fix=remedies[place],
         )
 
 

@@ -111,7 +111,7 @@ class RunRecord:
 
     ``alternatives`` has the record of every candidate by the recipe's label, the chosen ones included; ``places`` the
     content of candidates.json (``pipeline.candidates``), which is no part of the report; ``notes`` the sentences on how
-    the source was read (``Graph.notes``).
+    the source was read (``Graph.notes``); ``missed_bounds`` the recipe's bounds missed by the result, in words.
     """
 
     passes: list[PassRecord]
@@ -119,6 +119,7 @@ class RunRecord:
     alternatives: dict[str, list[PassRecord]] = field(default_factory=dict)
     places: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    missed_bounds: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -129,18 +130,20 @@ class RunRecord:
                 for label, records in self.alternatives.items()
             },
             "notes": self.notes,
+            "missed_bounds": self.missed_bounds,
         }
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> RunRecord:
-        """The inverse of ``to_dict``; reports of earlier versions have no alternatives and notes."""
+        """The inverse of ``to_dict``; reports of earlier versions lack the later fields."""
         whole = PassRecord.from_dict(data["whole"]) if data["whole"] else None
         alternatives = {
             label: [PassRecord.from_dict(record) for record in records]
             for label, records in data.get("alternatives", {}).items()
         }
         passes = [PassRecord.from_dict(record) for record in data["passes"]]
-        return RunRecord(passes, whole, alternatives, notes=list(data.get("notes", ())))
+        notes, missed = list(data.get("notes", ())), data.get("missed_bounds", "")
+        return RunRecord(passes, whole, alternatives, notes=notes, missed_bounds=missed)
 
 
 def grouped_skips(plan: Plan) -> list[dict[str, Any]]:

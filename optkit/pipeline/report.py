@@ -202,6 +202,8 @@ def summary_lines(run: RunRecord, target: Mapping[str, Any] | None = None) -> li
         lines.append(f"against the source model, measured: {speeds}; weights {weights_text(run.whole)}")
         if run.whole.objective:
             lines.append(objective_sentence(run.whole))
+    if run.missed_bounds:
+        lines.append(f"the bounds of the recipe are missed: {run.missed_bounds}")
     lines += [f"{record.name} {explain(record, target or {})}" for record in run.passes]
     records = records_of(run)
     return lines + [line for line in (misses_sentence(records), disturbed_sentence(records)) if line]

@@ -2,7 +2,7 @@
 
 The whole is judged like a pass (``optkit.pipeline.judge``), over the layers of all quantizers. Where fewer quantized
 layers do not help, the last inexact pass is undone. Where the whole makes the recipe's objective worse, the last pass
-is undone, then the one before.
+without ``keep: always`` is undone, then the pass before. The record names a bound missed with nothing left to undo.
 """
 
 from __future__ import annotations
@@ -24,13 +24,11 @@ def judge_whole(chain: Chain) -> tuple[Graph, RunRecord]:
     records, accept = chain.records, chain.measurement.recipe.accept
     while True:
         graph, run = chain.measure(records)
-        if run.whole is None:
-            return graph, run
-        evidence = whole_evidence(chain, run.whole, run.passes)
+        evidence = whole_evidence(chain, run.whole, run.passes) if run.whole else unchanged(graph)
         kept, reason = decide(accept, evidence)
-        undoable = [i for i, r in enumerate(run.passes) if r.in_effect and (evidence.worse or not r.exact)]
+        undoable = undoable_passes(chain, run.passes, exact=bool(evidence.worse))
         if kept or not undoable:
-            return graph, run
+            return graph, replace(run, missed_bounds="" if kept else reason)
         found = fall_back_whole(chain, graph, run, reason)
         if found is not None:
             return found
@@ -40,11 +38,37 @@ def judge_whole(chain: Chain) -> tuple[Graph, RunRecord]:
         undone.decided("rolled back", f"with all passes together {reason}")
 
 
+def undoable_passes(chain: Chain, records: Sequence[PassRecord], *, exact: bool) -> list[int]:
+    """Indices of the passes in effect that can be undone: inexact; with ``exact``, all without ``keep: always``."""
+    pairs = enumerate(zip(chain.passes, records, strict=True))
+    return [
+        i
+        for i, (resolved, record) in pairs
+        if record.in_effect and (resolved.entry.keep != "always" if exact else not record.exact)
+    ]
+
+
+def unchanged(graph: Graph) -> Evidence:
+    """The evidence of an artifact without any pass: the source model, unchanged."""
+    return Evidence(
+        kld=0.0,
+        top1=1.0,
+        ppl_ratio=1.0,
+        speedup=1.0,
+        decode_speedup=1.0,
+        memory_bytes=graph.num_bytes(),
+        long_loss=0.0,
+    )
+
+
 def whole_evidence(chain: Chain, whole: PassRecord, records: Sequence[PassRecord]) -> Evidence:
-    """The evidence of all passes together; a loss of the objective counts unless a pass has ``keep: always``."""
+    """The evidence of all passes together, without a loss of the objective accepted by ``keep: always``.
+
+    A loss is accepted where a kept pass with ``keep: always`` made the objective worse alone.
+    """
     evidence = Evidence.of(whole)
     pairs = zip(chain.passes, records, strict=True)
-    accepted = any(record.in_effect and resolved.entry.keep == "always" for resolved, record in pairs)
+    accepted = any(r.in_effect and r.objective.get("worse") and p.entry.keep == "always" for p, r in pairs)
     return replace(evidence, worse="") if accepted else evidence
 
 

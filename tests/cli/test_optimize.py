@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,16 @@ def test_optimize_prints_the_table_and_the_next_command(calls: list[dict[str, An
     shown = capsys.readouterr().out
     assert "int8" in shown
     assert shown.endswith("wrote out\nnext: optkit serve out\n")
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_optimize_exits_with_3_when_the_artifact_misses_a_bound(
+    as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    missed = replace(sample_run(), missed_bounds="prefill speedup 1.200 is below 2.000")
+    monkeypatch.setattr(driver, "optimize", lambda *arguments, **options: missed)
+    assert run(["optimize", "some-model", "-r", "baseline", "-o", "out", *["--json"] * as_json]) == 3
+    assert "prefill speedup 1.200 is below 2.000" in capsys.readouterr().out
 
 
 def test_optimize_prints_sites_skips_and_predictions_when_dry_run_is_given(

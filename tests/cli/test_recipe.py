@@ -44,6 +44,14 @@ def test_check_names_a_recipe_without_passes(capsys: Output) -> None:
     assert "no passes" in capsys.readouterr().out
 
 
+def test_check_spells_out_control_characters_of_a_description(tmp_path: Path, capsys: Output) -> None:
+    path = tmp_path / "red.yaml"
+    path.write_text('schema_version: 1\nname: red\ntarget: cpu\ndescription: "\\e[31mred"\npasses: {}\n')
+    assert run(["recipe", "check", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "\\x1b[31mred" in shown and "\x1b[31m" not in shown
+
+
 def test_check_prints_json(capsys: Output) -> None:
     assert run(["recipe", "check", "ttft-cpu", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)

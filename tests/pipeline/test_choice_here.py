@@ -90,7 +90,8 @@ def test_another_ranking_here_is_named_with_the_gain_and_the_command(made: Path)
     choices, text = predict_here(made, machine(lambda kinds, _: 2.0 if "w4a8" in kinds else 3.0))
     assert [choice.best for choice in choices] == [("w4a8", "w4a8")]
     assert "would likely choose w4a8 for prompts (predicted 1.50x as fast as int8" in text
-    assert "run optkit optimize small --recipe test" in text
+    assert text.endswith("optkit optimize MODEL --recipe ARTIFACT/optkit/recipe.yaml -o NEW")
+    assert (made / "optkit" / "recipe.yaml").is_file()
     line = measured_on.notice(made)
     assert line is not None and "avx512_vnni" in line and line.endswith(text)
 
@@ -105,6 +106,15 @@ def test_no_candidate_is_the_choice_where_all_are_slower_than_before(made: Path)
     choices, text = predict_here(made, machine(lambda kinds, _: 2.0 if kinds else 1.0))
     assert choices[0].best == ("", "")
     assert "no candidate for prompts" in text
+
+
+def test_decodes_that_get_slower_for_faster_prompts_are_explained(made: Path) -> None:
+    times = {(False, False): 1.0, (False, True): 2.0, (True, False): 2.0, (True, True): 1.5}
+    _, text = predict_here(made, machine(lambda kinds, decode: times[bool(kinds), decode]))
+    assert (
+        "no candidate for decode steps (predicted 0.75x as fast as int8, which this artifact has, but needed"
+        in text
+    )
 
 
 @pytest.mark.parametrize("times", [1.0, 0.97])

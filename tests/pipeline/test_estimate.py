@@ -113,6 +113,13 @@ def test_refusal_has_the_number_and_the_remedy(
     assert number in refused.value.what and remedy in str(refused.value.fix)
 
 
+def test_refusal_names_the_full_disk_of_the_artifact() -> None:
+    needed = Estimate(8 * GB, 60.0, 5e9, 6e9, 1.0)
+    with pytest.raises(UserError) as refused:
+        refuse_what_cannot_fit(needed, MACHINE, Path("/proc/artifact"))  # a file system without room
+    assert refused.value.where == "/proc" and "write the artifact" in str(refused.value.fix)
+
+
 @pytest.mark.parametrize("change", [{"served": 32e9}, {"memory": 30e9}])
 def test_refusal_does_not_recommend_what_the_recipe_has(change: dict[str, float], tmp_path: Path) -> None:
     found = replace(Estimate(8 * GB, 60.0, 5e9, 6e9, 1.0), **change)

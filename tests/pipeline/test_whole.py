@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from optkit.pipeline.decision import Evidence
 from optkit.pipeline.driver import optimize
 from optkit.pipeline.measurement import Measurement
 from optkit.pipeline.records import PassRecord
+from optkit.pipeline.report import summary_lines
 from tests.pipeline.conftest import Slowdown
 from tests.support.small_runs import decisions, recipe, run
 
@@ -100,6 +102,45 @@ def test_a_slower_exact_pass_is_undone_with_the_whole(
     )
     assert decisions(record) == {"fuse_qkv": "rolled back", "fuse_gate_up": "rolled back"}
     assert record.whole is None
+
+
+def test_a_pass_without_keep_is_undone_where_the_kept_one_is_no_loss_alone(
+    source: Path, tmp_path: Path, slowdown: Callable[[Slowdown], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
+    ratios = iter([1.0, 1.0, 1.2, 1.0])  # fuse_qkv, int8, the whole, the whole without fuse_qkv
+    slowdown(lambda before, after: next(ratios))
+    text = "objective: request\npasses: {fuse_qkv: {}, int8: {keep: always}}"
+    record = run(source, tmp_path / "out", text, UNCACHED)
+    assert decisions(record) == {"fuse_qkv": "rolled back", "int8": "kept"}
+
+
+def test_the_loss_of_a_pass_that_is_kept_in_spite_of_it_is_accepted_in_the_whole(
+    source: Path, tmp_path: Path, slowdown: Callable[[Slowdown], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
+    ratios = iter([1.0, 1.2, 1.2])  # fuse_qkv, int8, the whole
+    slowdown(lambda before, after: next(ratios))
+    text = "objective: request\npasses: {fuse_qkv: {}, int8: {keep: always}}"
+    record = run(source, tmp_path / "out", text, UNCACHED)
+    assert decisions(record) == {"fuse_qkv": "kept", "int8": "kept"}
+    assert record.whole is not None and record.whole.objective["worse"]
+
+
+@pytest.mark.parametrize(
+    ("passes", "kept"),
+    [("fuse_qkv: {}", True), ("int8: {accept: {max_kld: 0.0}}", False)],  # exact passes, and none
+)
+def test_a_missed_bound_that_no_undone_pass_helps_is_named(
+    passes: str, kept: bool, source: Path, tmp_path: Path
+) -> None:
+    bounds = "accept: {max_memory_bytes: 1000, min_speedup: 1000.0}"
+    record = run(source, tmp_path / "out", f"passes: {{{passes}}}\n{bounds}")
+    assert (record.whole is not None) == kept
+    written = json.loads((tmp_path / "out" / "optkit" / "report.json").read_text())
+    for phrase in ("weight bytes", "is above 1,000", "prefill speedup"):
+        assert phrase in record.missed_bounds and phrase in written["missed_bounds"]
+    assert any("the bounds of the recipe are missed: weight bytes" in line for line in summary_lines(record))
 
 
 @pytest.mark.parametrize(
