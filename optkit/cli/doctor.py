@@ -166,7 +166,7 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("cpu", f"{facts['cpu']}, {target['cores']} cores, {target['memory_bytes'] / 2**30:.1f} GiB"),
         ("cpu has", ", ".join(target["isa"]) or "no instruction set that a kernel uses"),
         *_native_rows(facts["native_kernels"]),
-        ("float layers", f"multiplied by {facts['float_products']}"),
+        ("float layers", _float_layers(facts)),
         ("ceilings", _ceilings(target)),
         ("gpu", facts["cuda"] or "none"),
         ("compiler", facts["compiler"] or "none; needed by the pass 'compile' and by optkit rebuild"),
@@ -190,6 +190,15 @@ def _native_rows(state: dict[str, Any]) -> list[tuple[str, str]]:
         ("native kernels", f"run as {state['isa']}, {why}; usable here: {', '.join(state['usable_isas'])}"),
         ("not measured", f"speed of {unmeasured}: results are tested, by emulation"),
     ]
+
+
+def _float_layers(facts: dict[str, Any]) -> str:
+    """The library of float layers; with ``OPTKIT_CPU_ISA``, the variables for libraries, which are not held by it."""
+    from optkit.machine.target import ISA_VARIABLES
+
+    chosen, text = facts["native_kernels"].get("chosen_by"), f"multiplied by {facts['float_products']}"
+    others = ", ".join(name for name in ISA_VARIABLES if name != chosen)
+    return f"{text}; {chosen} does not hold libraries: {others} do" if chosen else text
 
 
 def _ceilings(target: dict[str, Any]) -> str:
