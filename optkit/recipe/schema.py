@@ -72,7 +72,8 @@ Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 PromptLengths = Annotated[tuple[Tokens, ...], Field(min_length=1, max_length=32, strict=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-LengthWeight = Annotated[tuple[Tokens, Positive], Field(strict=False)]
+Weight = Annotated[float, Field(gt=0, le=1e15, allow_inf_nan=False)]  # sums of weights stay finite
+LengthWeight = Annotated[tuple[Tokens, Weight], Field(strict=False)]
 
 
 def _each_once(pairs: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:

@@ -13,6 +13,7 @@ import pytest
 
 from optkit.cli.doctor import native_kernels
 from optkit.cli.main import run
+from optkit.errors import UserError
 from optkit.kernels.cpu import native
 from optkit.runtime.factory import warn_about_kernels
 
@@ -107,6 +108,18 @@ def test_the_engine_does_not_warn_with_native_kernels(
 @pytest.mark.usefixtures("folder")
 def test_doctor_says_why_native_kernels_are_missing() -> None:
     assert "was not built" in native_kernels()["missing"]
+
+
+@needs_native
+def test_a_set_that_the_cpu_lacks_is_refused_with_those_that_it_has() -> None:
+    usable = native.usable_isas()
+    missing = [name for name in native.isas(native.library()) if name not in usable]
+    if not missing:
+        pytest.skip("this CPU has all")
+    with pytest.raises(UserError, match=f"this CPU has no {missing[0]}") as refused:
+        native.set_isa(missing[0])
+    assert str(refused.value.fix) == f"take one of {', '.join(usable)}"
+    assert native.usable_isas() == usable
 
 
 @needs_native

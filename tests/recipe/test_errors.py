@@ -20,6 +20,11 @@ from tests.support.demo_recipe import TEXT, message
         ("[128, 512]", "[128, 0]", ["r.yaml:4", "workload.prompt_tokens.1", "greater than or equal to 1"]),
         ("[128, 512]", "[]", ["r.yaml:4", "workload.prompt_tokens", "at least 1"]),
         ("64}", "true}", ["r.yaml:4", "workload.output_tokens", "integer"]),
+        (
+            "64}",
+            "64, histogram: [[128, 1.0e+300]]}",
+            ["r.yaml:4", "workload.histogram.0.1", "less than or equal to"],
+        ),
         ("256MiB", "256 potatoes", ["r.yaml:7", "runtime.kv_cache_bytes", "MiB"]),
         ("{min_top1: 0.97}", "{min_top1: 97}", ["r.yaml:13", "accept.min_top1", "less than or equal to 1"]),
         ("schema_version: 1", "schema_version: 2", ["r.yaml:1", "schema_version", "1"]),

@@ -151,7 +151,10 @@ def isas(loaded: ctypes.CDLL) -> list[str]:
 
 def usable_isas() -> list[str]:
     """The instruction sets of the CPU, slowest first."""
-    loaded = library()
+    return usable_of(library())
+
+
+def usable_of(loaded: ctypes.CDLL) -> list[str]:
     used = loaded.optkit_isa()
     usable = [name for number, name in enumerate(isas(loaded)) if not loaded.optkit_set_isa(number)]
     loaded.optkit_set_isa(used)
@@ -178,7 +181,8 @@ def choose_isa(loaded: ctypes.CDLL, name: str | None) -> None:
     if name is not None and name not in names:
         raise UserError(f"unknown instruction set '{name}'", where=ISA_VARIABLE, fix=nearest(name, names))
     if loaded.optkit_set_isa(-1 if name is None else names.index(name)):
-        raise UserError(f"this CPU has no {name}", where=ISA_VARIABLE)
+        fix = f"take one of {', '.join(usable_of(loaded))}"
+        raise UserError(f"this CPU has no {name}", where=ISA_VARIABLE, fix=fix)
 
 
 def require(condition: bool, what: str) -> None:
