@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from optkit.api.optimize import OptimizeResult, warn_without_native_kernels, with_overrides
 from optkit.api.optimize import optimize as compile_model
-from optkit.api.optimize import warn_without_native_kernels, with_overrides
 from optkit.api.progress import ProgressEvent
 from optkit.cli import console
 from optkit.cli.tables import print_table
@@ -99,14 +99,23 @@ def optimize(
             quality_tokens=quality_tokens,
             progress=show,
         )
-    path, run = result.artifact, result.run
     if as_json:
-        from optkit.pipeline.explain import misses
-        from optkit.pipeline.report import records_of
+        _print_json(result)
+    else:
+        _print_text(result)
+    if result.run.missed_bounds:
+        raise typer.Exit(BOUND_MISSED)
 
-        missed = {"missed_predictions": misses(records_of(run))}
-        console.print_json({"artifact": str(path), **run.to_dict(), **missed})
-        raise typer.Exit(BOUND_MISSED if run.missed_bounds else 0)
+
+def _print_json(result: OptimizeResult) -> None:
+    from optkit.pipeline.explain import misses
+    from optkit.pipeline.report import records_of
+
+    missed = {"missed_predictions": misses(records_of(result.run))}
+    console.print_json({"artifact": str(result.artifact), **result.run.to_dict(), **missed})
+
+
+def _print_text(result: OptimizeResult) -> None:
     from optkit.pipeline.report import (
         alternatives_table,
         compiled_table,
@@ -114,6 +123,7 @@ def optimize(
         run_table,
     )
 
+    run = result.run
     print_table(run_table(run))
     for label, records in run.alternatives.items():
         print_table(alternatives_table(label, records))
@@ -121,8 +131,7 @@ def optimize(
         print_table(compiled_table(compiled_variants(run)))
     for line in result.summary():
         console.stdout.print(line)
-    console.stdout.print(f"wrote {path}\nnext: optkit serve {path}")
-    raise typer.Exit(BOUND_MISSED if run.missed_bounds else 0)
+    console.stdout.print(f"wrote {result.artifact}\nnext: optkit serve {result.artifact}")
 
 
 def show_warning(event: ProgressEvent) -> None:
