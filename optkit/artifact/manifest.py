@@ -32,7 +32,7 @@ from optkit.untrusted_json import Name, Schema, Size, check, parse_bounded, read
 FORMAT, SCHEMA_VERSION = "optkit-artifact", 1
 INTERNAL = "optkit"
 NATIVE = "optkit/native"
-CANDIDATES = "optkit/candidates.json"  # layers of the candidates of one_of
+CANDIDATES = "optkit/candidates.json"  # layers of inexact passes, and of the candidates of one_of
 MANIFEST = "optkit/manifest.json"
 SAFE_PATH = re.compile(r"(?:optkit/(?:native/)?)?[A-Za-z0-9._-]{1,128}", re.ASCII)
 MEASURED = re.compile(r"optkit/(?:report\.(?:json|html)|candidates\.json|native/.*)", re.ASCII)

@@ -1,8 +1,9 @@
-"""The machine on which the passes of an artifact were measured, and a notice on a machine with other kernels.
+"""The machine on which the passes of an artifact were measured, and a notice on another machine.
 
-A pass is kept because the pass paid on the machine of ``optkit optimize``. With another instruction set the same pass
-can be slower than the replaced ops. ``optkit.pipeline.choice_here`` predicts the choice of ``optkit optimize`` on the
-machine at hand, in some seconds, and keeps a sentence by machine and candidates; the notice quotes the sentence.
+A pass is kept because the pass paid on the machine of ``optkit optimize``. With another instruction set, or another
+processor, the same pass can be slower than the replaced ops. ``optkit.pipeline.choice_here`` predicts the choice of
+``optkit optimize`` on the machine at hand, in some seconds, and keeps a sentence by machine and candidates; the notice
+quotes the sentence.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def kernels_here() -> str:
 
 
 def measured_elsewhere(directory: Path) -> MeasuredOn | None:
-    """The machine of the measurements, if the native kernels there run with another instruction set than here.
+    """The machine of the measurements, if its processor or the instruction set of the kernels is another than here.
 
     None for artifacts without a readable report, or of before the report had ``machine``.
     """
@@ -54,11 +55,11 @@ def measured_elsewhere(directory: Path) -> MeasuredOn | None:
         made = check(MeasuredOn, data, str(file), "the machine of the report can't be read")
     except UserError:
         return None
-    return made if made.kernels != kernels_here() else None
+    return made if (made.cpu, made.kernels) != (cpu_model(), kernels_here()) else None
 
 
 def notice(directory: Path) -> str | None:
-    """A line for users where the passes were measured with other kernels; None where the kernels are the same."""
+    """A line for users where the passes were measured on another machine; None where the machine is the same."""
     made = measured_elsewhere(directory)
     if made is None:
         return None
@@ -80,7 +81,7 @@ def advice(directory: Path) -> str:
 
 
 def is_undecided(directory: Path) -> bool:
-    """True where an artifact of other kernels has candidates, and no predicted choice is kept."""
+    """True where an artifact of another machine has candidates, and no predicted choice is kept."""
     elsewhere = measured_elsewhere(directory) is not None
     return elsewhere and (directory / CANDIDATES).is_file() and not kept_sentence(directory)
 

@@ -268,7 +268,7 @@ def show_choice(artifact: Artifact, as_json: bool) -> None:
         raise UserError(
             "there are no candidates to choose from",
             where=str(artifact.directory),
-            fix="make it again by a CPU recipe with one_of; other recipes are measured by optkit optimize",
+            fix="make it again by a CPU recipe with a quantizer, kv_int8 or one_of: speed decides on nothing else",
         )
     with console.spinner("measuring layers of the candidates"):
         choices, text = predict_here(artifact.directory)

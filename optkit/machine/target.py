@@ -143,9 +143,16 @@ def isa_limits() -> dict[str, str]:
 
 
 def cpu_model() -> str:
-    """The processor's name as reported by the operating system."""
+    """The processor's name as reported by the operating system.
+
+    Virtual machines often report a name without numbers (``AMD EPYC``), which stands for processors of many years: the
+    numbers of family and model follow.
+    """
     fields = _cpuinfo()
-    names = [fields.get("model name"), fields.get("Model"), _arm_core(fields)]
+    name, family, model = (fields.get(key) for key in ("model name", "cpu family", "model"))
+    if name and family and model and not any(map(str.isdigit, name)):
+        name = f"{name}, family {family} model {model}"
+    names = [name, fields.get("Model"), _arm_core(fields)]
     return next(filter(None, names), platform.processor() or platform.machine())
 
 

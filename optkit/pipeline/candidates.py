@@ -2,9 +2,9 @@
 
 Which candidate is fastest depends on the machine. So an artifact keeps, for each place with ``one_of``, the graph
 before the place and the graph of each candidate: a few layers (``optkit.evaluation.short_models``), shapes without
-values, some ten kilobytes each. Another machine measures these layers and so predicts the choice of ``optkit optimize``
-there, without the source model. Candidates that missed a bound of quality are left out: quality is the same on every
-machine.
+values, some ten kilobytes each. An inexact pass is a place with a single candidate (``optkit.pipeline.pass_places``).
+Another machine measures these layers and so predicts the choice of ``optkit optimize`` there, without the source model.
+Candidates beyond a bound of quality are left out: quality is the same on every machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from optkit.errors import UserError
 from optkit.evaluation.kernel_times import LAYERS
 from optkit.evaluation.short_models import Parts
 from optkit.evaluation.speed import workload_points
-from optkit.graph.ir import Graph, Origin, Weight
+from optkit.graph.ir import Graph, Origin
 from optkit.graph.serialize import graph_from_json, graph_to_json
 from optkit.graph.shapes import infer_shapes
 from optkit.graph.verify import VerifyError, verify
@@ -81,7 +81,6 @@ def model_entry(graph: Graph, recipe: Recipe) -> dict[str, Any]:
     if parts.can_be_cut:
         short = parts.short(max(parts.classes.values(), key=len)[:LAYERS])
     plain = short.clone()
-    plain.weights = {name: Weight(weight.stored, None) for name, weight in plain.weights.items()}
     plain.annotations = {}
     return {"layers": len(parts.layers), "graph": json.loads(graph_to_json(plain))}
 

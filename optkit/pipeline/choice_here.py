@@ -2,8 +2,8 @@
 
 The layers of each candidate, which the artifact keeps (``optkit.pipeline.candidates``), are measured here, and the
 steps of the workload are predicted from them. The rule of the choice is that of ``optkit.pipeline.alternatives``, on
-predictions. ``optkit serve`` runs this module as a process of the lowest priority after the start, once a machine and
-artifact: ``python -m optkit.pipeline.choice_here ARTIFACT``.
+predictions. A pass outside ``one_of`` is a place with a single candidate. ``optkit serve`` runs the module as a process
+of the lowest priority after the start, once a machine and artifact: ``python -m optkit.pipeline.choice_here ARTIFACT``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,16 +21,20 @@ from optkit.artifact.open import Artifact
 from optkit.errors import UserError
 from optkit.evaluation.kernel_times import KernelTimes
 from optkit.evaluation.speed import workload_points
+from optkit.graph import ops
 from optkit.graph.ir import Graph
 from optkit.graph.shapes import Point
-from optkit.machine.target import get_target
+from optkit.machine.target import Target, get_target
+from optkit.passes.resolve import Alternatives, ResolvedPass, resolve_passes
 from optkit.pipeline import objective
-from optkit.pipeline.alternatives import DECODES_FASTER, decode_label
-from optkit.pipeline.candidates import PlaceEntry, read_model, read_places
+from optkit.pipeline.alternatives import DECODES_FASTER, decode_label, planned
+from optkit.pipeline.candidates import CandidateEntry, Model, PlaceEntry, read_model, read_places
+from optkit.pipeline.pass_places import planned_graph
 from optkit.recipe.schema import Recipe
 
 CLEARLY = 0.95  # of the cost of the kept candidate: predictions closer than that name no winner
 BEFORE = ""  # the name of the layers without a candidate
+HERE = ", planned for this machine"  # behind the name of a candidate with other ops than on the machine of the artifact
 
 StepSeconds = Callable[[Graph, Point, int], float | None]  # (graph of some layers, step, layers in the whole)
 
@@ -56,6 +60,11 @@ class PlaceChoice:
     forecasts: Mapping[str, Forecast]
 
     @property
+    def is_pass(self) -> bool:
+        """True for a pass outside ``one_of``: the only candidate has the name of the pass."""
+        return {*self.forecasts} <= {BEFORE, self.label, self.label + HERE}
+
+    @property
     def gains(self) -> tuple[float, float]:
         """Predicted cost of the kept candidate over that of the best, for prompts and for decode steps."""
         (kept, decode), (best, best_decode) = self.kept, self.best
@@ -74,24 +83,28 @@ def choices_here(directory: Path, step_seconds: StepSeconds | None = None) -> li
     """
     places = read_places(directory)
     recipe = Artifact.open(directory, verify=False).recipe
-    seconds = step_seconds or KernelTimes(get_target("cpu"), recipe).step_seconds
-    found = [
-        place_choice(label, place, recipe, seconds, str(directory / CANDIDATES))
-        for label, place in places.items()
-    ]
+    if recipe.objective not in objective.TIMES:
+        return []
+    target = get_target("cpu")
+    seconds = step_seconds or KernelTimes(target, recipe).step_seconds
+    known, where = passes_by_candidate(recipe), str(directory / CANDIDATES)
+    found = []
+    for label, place in places.items():
+        before = read_model(place.before, where)
+        models = {entry.name: read_model(entry, where) for entry in place.candidates}
+        options = planned_here(place, before, models, known.get(label, {}), target)
+        models = {BEFORE: before, **{entry.name: model for entry, model in options}}
+        place = place.model_copy(update={"candidates": [entry for entry, _ in options]})
+        found.append(place_choice(label, place, models, recipe, seconds))
     return [choice for choice in found if choice is not None]
 
 
 def place_choice(
-    label: str, place: PlaceEntry, recipe: Recipe, seconds: StepSeconds, where: str
+    label: str, place: PlaceEntry, models: Mapping[str, Model], recipe: Recipe, seconds: StepSeconds
 ) -> PlaceChoice | None:
-    """The choice at ``place``; None where the kept layers have no prediction, or the objective is no time."""
-    if recipe.objective not in objective.TIMES:
-        return None
-    entries = {BEFORE: place.before, **{entry.name: entry for entry in place.candidates}}
+    """The choice at ``place``, from ``models`` by name; None where the kept layers have no prediction."""
     forecasts = {}
-    for name, entry in entries.items():
-        model = read_model(entry, where)
+    for name, model in models.items():
         steps = {p.label: seconds(model.graph, p, model.layers) for p in workload_points(recipe)}
         times = {step: time for step, time in steps.items() if time is not None}
         if len(times) == len(steps):
@@ -101,6 +114,56 @@ def place_choice(
     if not forecasts.keys() >= {*kept}:
         return None
     return PlaceChoice(label, kept, best_of(forecasts, place), forecasts)
+
+
+def passes_by_candidate(recipe: Recipe) -> dict[str, dict[str, Sequence[ResolvedPass]]]:
+    """The passes of each candidate of each place, by label and name; none where a pass is not installed here."""
+    try:
+        resolved = resolve_passes(recipe)
+    except UserError:
+        return {}
+    found: dict[str, dict[str, Sequence[ResolvedPass]]] = {}
+    for item in resolved:
+        if isinstance(item, Alternatives):
+            found[item.name] = {planned(passes).name: passes for passes in item.candidates}
+        else:
+            found[item.entry.name] = {item.entry.name: [item]}
+    return found
+
+
+def planned_here(
+    place: PlaceEntry,
+    before: Model,
+    models: Mapping[str, Model],
+    known: Mapping[str, Sequence[ResolvedPass]],
+    target: Target,
+) -> list[tuple[CandidateEntry, Model]]:
+    """The candidates of ``place`` with their models, as ``optkit optimize`` would plan them on ``target``.
+
+    A pass may plan other ops on another machine: ``int8`` with ``activations: auto`` does. Such a candidate gets a name
+    with ``HERE``. The kept candidates are there as made, too.
+
+    Args:
+        known: the passes of a candidate, by name.
+    """
+    kept, found = {place.prompts, place.decode}, []
+    for entry in place.candidates:
+        model, passes = models[entry.name], known.get(entry.name)
+        graph = planned_graph(before.graph, passes, target) if passes else model.graph
+        other = not calls(graph) <= calls(model.graph)
+        if entry.name in kept or not other:
+            found.append((entry, model))
+        if other:
+            renamed = entry.model_copy(update={"name": entry.name + HERE})
+            found.append((renamed, Model(graph, before.layers)))
+    return found
+
+
+def calls(graph: Graph) -> set[tuple[str, ...]]:
+    """The ops of ``graph``, each with its options in words: ``("linear_w8a16", "bfloat16")``."""
+    nodes = [node for node in graph.fx.nodes if node.op == "call_function"]
+    words = ((value for value in (*n.args, *n.kwargs.values()) if isinstance(value, str)) for n in nodes)
+    return {(str(ops.op_name(node.target)), *found) for node, found in zip(nodes, words, strict=True)}
 
 
 def best_of(forecasts: Mapping[str, Forecast], place: PlaceEntry) -> tuple[str, str]:
@@ -128,29 +191,57 @@ def for_decodes(place: PlaceEntry, prompts: str) -> list[str]:
 # -- in words ------------------------------------------------------------------------------------------------
 
 
-def sentence(choices: list[PlaceChoice]) -> str:
+def sentence(choices: list[PlaceChoice], recipe: Recipe) -> str:
     """The likely choice here, in a line."""
+    if recipe.objective not in objective.TIMES:
+        return (
+            f"the recipe's objective is {recipe.objective}, which does not depend on the kernels: "
+            "optkit optimize would likely keep the same passes here"
+        )
     if not choices:
         return "the candidates have no prediction here; optkit optimize measures again on this machine"
     changed = [clause for choice in choices for clause in changes(choice)]
     if not changed:
-        names = ", ".join(f"{choice.label}: {shown(choice.kept[0])}" for choice in choices)
+        names = ", ".join(map(kept_shown, choices))
         return f"optkit optimize would likely choose the same here ({names})"
     again = "make it again here: optkit optimize MODEL --recipe ARTIFACT/optkit/recipe.yaml -o NEW"
-    return f"optkit optimize would likely choose {'; '.join(changed)}; {again}"
+    return f"optkit optimize would likely {'; '.join(changed)}; {again}"
+
+
+def kept_shown(choice: PlaceChoice) -> str:
+    """``layers: int8`` for a place with candidates, ``int8 kept`` or ``int8 undone`` for a pass."""
+    kept = choice.kept[0]
+    if choice.is_pass:
+        return f"{choice.label} {'kept' if kept else 'undone'}"
+    return f"{choice.label}: {shown(kept)}"
 
 
 def changes(choice: PlaceChoice) -> list[str]:
-    """``int8 for prompts (predicted 1.30x as fast as w4a8, ...)`` for each kind of step with another choice.
+    """``choose int8 for prompts (predicted 1.30x as fast as w4a8, ...)`` for each kind of step with another choice.
 
-    Decode steps may get slower, where the candidate for prompts takes no other for few tokens.
+    Decode steps may get slower, where the candidate for prompts takes no other for few tokens. A pass is undone, kept
+    or made again.
     """
+    if choice.is_pass:
+        return pass_changes(choice)
     rows = zip(("prompts", "decode steps"), choice.kept, choice.best, choice.gains, strict=True)
     return [
-        f"{shown(best)} for {steps} (predicted {gain:.2f}x as fast as {shown(kept)}, which this artifact has"
+        f"choose {shown(best)} for {steps} (predicted {gain:.2f}x as fast as {shown(kept)}, which this artifact has"
         f"{', but needed by these prompts' if gain < 1 else ''})"
         for steps, kept, best, gain in rows
         if kept != best
+    ]
+
+
+def pass_changes(choice: PlaceChoice) -> list[str]:
+    """``undo int8 (predicted 1.30x as fast by the recipe's objective, ...)``; nothing for the same choice."""
+    (kept, _), (best, _), (gain, decode) = choice.kept, choice.best, choice.gains
+    if kept == best:
+        return []
+    verb = "undo" if not best else "plan other operators for" if best.endswith(HERE) else "keep"
+    return [
+        f"{verb} {choice.label} (predicted {gain:.2f}x as fast as this artifact by the recipe's objective, "
+        f"{decode:.2f}x in decode steps)"
     ]
 
 
@@ -165,7 +256,7 @@ def predict_here(directory: Path, step_seconds: StepSeconds | None = None) -> tu
         UserError: recipe or candidates are damaged.
     """
     choices = choices_here(directory, step_seconds)
-    text = sentence(choices)
+    text = sentence(choices, Artifact.open(directory, verify=False).recipe)
     measured_on.keep_sentence(directory, text)
     return choices, text
 
@@ -173,8 +264,8 @@ def predict_here(directory: Path, step_seconds: StepSeconds | None = None) -> tu
 def main(directory: str) -> int:
     """Predict behind all other work, and print the sentence; the exit code.
 
-    Nothing is printed for an artifact of the same kernels, or with a kept sentence. Where memory runs out, the system
-    ends this process first.
+    Nothing is printed for an artifact of the same kind of machine, or with a kept sentence. Where memory runs out, the
+    system ends this process first.
     """
     os.nice(19)
     with contextlib.suppress(OSError):

@@ -33,6 +33,7 @@ from optkit.pipeline.chain import Chain
 from optkit.pipeline.compile_hook import ensure_code
 from optkit.pipeline.estimate import estimate, refuse_what_cannot_fit
 from optkit.pipeline.measurement import Measurement
+from optkit.pipeline.pass_places import pass_places, without_undone
 from optkit.pipeline.records import RunRecord
 from optkit.pipeline.runner import WAITING, PassRunner, has_inexact
 from optkit.pipeline.state import State
@@ -58,19 +59,24 @@ class Pipeline:
         """Capture, run every pass, judge the whole; finished steps come from the cache."""
         resolved = resolve_passes(self.recipe)
         with PassCache(self.source.directory) as cache:
-            chain, choices = self.run_passes(resolved, cache)
+            chain, choices, places = self.run_passes(resolved, cache)
             graph, run = judge_whole(chain)
             chain.measurement.collect()
             ensure_code(graph, self.recipe, self.target, self.progress)
             cache.remove_workspaces()
         records = {label: choice.records for label, choice in choices.items()}
-        places = {label: choice.place for label, choice in choices.items()}
+        places = without_undone(places, chain.records, run.passes)
         return graph, replace(
             run, alternatives=records, places=places, notes=[*self.source.notes, *graph.notes]
         )
 
-    def run_passes(self, resolved: Sequence[Resolved], cache: PassCache) -> tuple[Chain, dict[str, Choice]]:
-        """The capture and every pass in order; and each choice between candidates, by label of the recipe."""
+    def run_passes(
+        self, resolved: Sequence[Resolved], cache: PassCache
+    ) -> tuple[Chain, dict[str, Choice], dict[str, dict[str, Any]]]:
+        """The capture and every pass in order; each choice between candidates, and the places for candidates.json.
+
+        Choices and places are by label of the recipe.
+        """
         states, passes, after_inexact = [self.capture(cache)], list[ResolvedPass](), False
         directory, reference = self.source.directory, states[0].graph
         check_workload(self.recipe, reference.meta.max_model_len)
@@ -85,17 +91,20 @@ class Pipeline:
         )
         runner = PassRunner(measurement, cache)
         choices: dict[str, Choice] = {}
+        places: dict[str, dict[str, Any]] = {}
         for part in parts(resolved):
             if isinstance(part, Alternatives):
                 choice = choose(runner, part, states[-1], after_inexact=after_inexact)
-                choices[part.name] = choice
+                choices[part.name], places[part.name] = choice, choice.place
                 chosen, added = choice.passes, choice.states
             else:
                 chosen, added = part, runner.run(part, states[-1], after_inexact=after_inexact)
+                if self.target.kind == "cpu":
+                    places |= pass_places(self.recipe, self.target, part, states[-1], added)
             passes, states = passes + list(chosen), states + added
             after_inexact = after_inexact or has_inexact(added)
         steps, records = [state.step for state in states], [state.pass_record for state in states[1:]]
-        return Chain(passes, steps, records, states[-1], runner, self.final_tokens), choices
+        return Chain(passes, steps, records, states[-1], runner, self.final_tokens), choices, places
 
     def capture(self, cache: PassCache) -> State:
         """The captured model."""

@@ -20,8 +20,8 @@ MODULE = "optkit.pipeline.choice_here"
 
 
 async def log_choice(directory: Path) -> None:
-    """Log the choice predicted for this machine; nothing where the artifact is of a machine with the same kernels, or
-    has no candidates.
+    """Log the choice predicted for this machine; nothing where the artifact is of the same kind of machine, or has no
+    candidates.
     """
     if not (directory / CANDIDATES).is_file():
         return

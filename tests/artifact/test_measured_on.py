@@ -1,4 +1,4 @@
-"""The notice for an artifact whose passes were measured with other kernels."""
+"""The notice for an artifact whose passes were measured on another machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,13 @@ def test_other_kernels_give_a_notice_with_both_machines(
         assert word in line
 
 
-def test_the_same_kernels_give_no_notice(tmp_path: Path) -> None:
+def test_another_processor_with_the_same_kernels_gives_a_notice(tmp_path: Path) -> None:
+    made = artifact(tmp_path, {"machine": measured_on.this_machine() | {"cpu": "Big CPU"}})
+    line = measured_on.notice(made)
+    assert line is not None and "Big CPU" in line
+
+
+def test_the_same_machine_gives_no_notice(tmp_path: Path) -> None:
     made = artifact(tmp_path, {"machine": measured_on.this_machine()})
     assert measured_on.notice(made) is None
 
@@ -70,4 +76,5 @@ def test_the_predicted_choice_is_kept_for_these_candidates_and_this_machine(
     (made / CANDIDATES).write_text('{"places": {}}')
     assert measured_on.is_undecided(made)
     monkeypatch.setattr(measured_on, "kernels_here", lambda: "another")
+    monkeypatch.setattr(measured_on, "cpu_model", lambda: "Big CPU")
     assert measured_on.notice(made) is None

@@ -127,6 +127,17 @@ def test_cpu_facts_name_core_and_instructions_when_the_cpu_is_arm(cpuinfo: Calla
     assert target.cpu_isa() == ("asimd", "asimddp", "i8mm", "bf16", "sve")
 
 
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("AMD EPYC", "AMD EPYC, family 26 model 2"), ("AMD EPYC 9755 128-Core Processor",) * 2],
+)
+def test_cpu_model_adds_the_numbers_when_the_name_has_none(
+    name: str, shown: str, cpuinfo: Callable[[str], None]
+) -> None:
+    cpuinfo(f"processor\t: 0\ncpu family\t: 26\nmodel\t\t: 2\nmodel name\t: {name}\nstepping\t: 1\n")
+    assert target.cpu_model() == shown
+
+
 def test_cpu_model_gives_the_numbers_when_an_arm_core_is_unknown(cpuinfo: Callable[[str], None]) -> None:
     cpuinfo(GRAVITON3.replace("0xd40", "0xfff"))
     assert target.cpu_model() == "Arm core, implementer 0x41, part 0xfff"

@@ -5,20 +5,21 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from optkit.artifact.open import Artifact
-from optkit.evaluation.speed import PairedTimes, workload_points
+from optkit.evaluation.speed import workload_points
 from optkit.graph.ir import Graph
 from optkit.graph.shapes import Point
 from optkit.kernels import reference
 from optkit.kernels.cpu import native
-from optkit.lowering.lower import Executable
-from optkit.pipeline import alternatives, measurement, objective
+from optkit.pipeline import alternatives
 from optkit.pipeline.records import PassRecord
 from optkit.recipe.schema import Recipe
+from tests.support.fixed_times import Seconds, fix_seconds
 from tests.support.graphs import relative_error
 from tests.support.small_runs import IDS, decisions, lower_dense, run, transformers_logits
 
@@ -34,39 +35,13 @@ passes:
 objective: ttft
 """
 OUTPUTS = itertools.count(100)  # another workload for each test: nothing measured is in the cache
-Seconds = Callable[[set[str], bool], float]  # (kinds of quantized layers, decode) -> seconds
 
 
 @pytest.fixture
 def seconds(monkeypatch: pytest.MonkeyPatch) -> Callable[[Seconds], list[tuple[set[str], set[str]]]]:
     """A function that fixes the times of steps; returns the list of measured pairs."""
-
-    def use(of: Seconds) -> list[tuple[set[str], set[str]]]:
-        measured = []
-
-        def measure_pair(
-            before: Executable, after: Executable, recipe: Recipe, enough: object
-        ) -> PairedTimes:
-            times = PairedTimes()
-            measured.append((kinds(before), kinds(after)))
-            for noise in (1.0, 1.01, 0.99):
-                for point in workload_points(recipe):
-                    old, new = (of(kinds(model), point.is_decode) for model in (before, after))
-                    times.add(point.label, old, noise * new)
-            return times
-
-        monkeypatch.setattr(objective, "TOLERANCE", 0.02)
-        monkeypatch.setattr(alternatives, "HOPELESS", math.inf)  # predictions for tiny layers are noise
-        monkeypatch.setattr(measurement, "measure_pair", measure_pair)
-        return measured
-
-    return use
-
-
-def kinds(model: Executable) -> set[str]:
-    """``int8`` and ``w4a8`` for layers in these formats."""
-    found = {"int8": "linear_w8a8", "w4a8": "linear_w4a8"}
-    return {kind for kind, op in found.items() if any(op in name for name in model.kernels)}
+    monkeypatch.setattr(alternatives, "HOPELESS", math.inf)  # predictions for tiny layers are noise
+    return partial(fix_seconds, monkeypatch.setattr)
 
 
 def workload() -> str:
