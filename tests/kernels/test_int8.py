@@ -216,16 +216,17 @@ def test_quantize_rounds_half_to_even(isa: str) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("group", [0, 32])
+@pytest.mark.parametrize("k", [96, 160])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_not_a_number_stays_in_its_row(isa: str, group: int, bad: float) -> None:
+def test_not_a_number_stays_in_its_row(isa: str, group: int, k: int, bad: float) -> None:
     native.set_isa(isa)
     torch.manual_seed(0)
-    x = torch.randn(5, 96)
+    x = torch.randn(5, k)
     x[2, 40] = bad
     q, scale = native_quantize(x, group)
     _, expected_scale = reference.quantize_per_token(x, group)
     torch.testing.assert_close(scale, expected_scale, rtol=0, atol=0, equal_nan=True)
-    weight, weight_scale = weights_of(40, 96, group)
+    weight, weight_scale = weights_of(40, k, group)
     out = native_linear(q, scale, int8.pack({2: weight, 3: weight_scale}))
     assert not out[2].isfinite().any()
     assert out[[0, 1, 3, 4]].isfinite().all()
@@ -243,9 +244,10 @@ def test_quantize_groups_of_all_ranges_in_a_row(isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_quantize_keeps_the_numbers_beside_one_that_is_none(isa: str) -> None:
+@pytest.mark.parametrize("k", [64, 192])
+def test_quantize_keeps_the_numbers_beside_one_that_is_none(isa: str, k: int) -> None:
     native.set_isa(isa)
-    x = torch.ones(1, 64)
+    x = torch.ones(1, k)
     x[0, 3] = float("nan")
     q, _ = native_quantize(x, 32)
     assert q[0, 3] == 0 and q[0, :3].eq(128).all() and q[0, 32:].eq(255).all()

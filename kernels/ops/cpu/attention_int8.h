@@ -184,28 +184,37 @@ OPTKIT_TARGET inline int32_t without_zero(I::Ints sums, int32_t zero) {
     return static_cast<int32_t>(-static_cast<uint32_t>(zero) * total);
 }
 
-// Of a row: its largest score, the sum of its weights in steps of 2^top / kWeightSteps, and what undoes the zero point of
-// values.
+// Of each row: what undoes the zero point of its values. Lane r of `top` and `sum` is of row r: its largest score, and the
+// sum of its weights in steps of 2^top / kWeightSteps.
+template <int R>
 struct RowWeights {
-    float top, sum;
-    int32_t zero_sum;
+    S::Vec top, sum;
+    int32_t zero_sums[R];
 };
+
+// `scores`, or 0 for a row that sees no key.
+OPTKIT_TARGET OPTKIT_INLINE S::Vec or_zero(S::Vec scores) {
+    return S::where_less(scores, S::all(-__FLT_MAX__), S::all(0.0f), scores);
+}
 
 // The scores of R rows become weights in steps. Two passes over the rows: each step of a row waits for the one before,
 // and rows don't wait for each other.
 template <int R>
-OPTKIT_TARGET void weigh_scores(const float* scores, int vecs, const float* v_inverse, uint8_t* weights,
-                                RowWeights (&rows)[R]) {
+OPTKIT_TARGET OPTKIT_INLINE RowWeights<R> weigh_scores(const float* scores, int vecs, const float* v_inverse, uint8_t* weights) {
+    RowWeights<R> found;
+    S::Vec folds[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+        folds[r] = S::load(scores + r * kTile);
+        for (int n = 1; n < vecs; ++n) folds[r] = S::max(folds[r], S::load(scores + r * kTile + n * kLanes));
+    }
+    found.top = fold_rows<true>(folds);
+    float shifts[kLanes];
+    S::store(shifts, S::sub(or_zero(found.top), S::all(kLogWeightSteps)));
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
         const float* row = scores + r * kTile;
-        S::Vec top = S::load(row);
-        for (int n = 1; n < vecs; ++n) top = S::max(top, S::load(row + n * kLanes));
-        rows[r].top = S::largest(top);
-    }
-    for (int r = 0; r < R; ++r) {
-        const float* row = scores + r * kTile;
-        const S::Vec shift = S::all((rows[r].top == -__builtin_inff() ? 0.0f : rows[r].top) - kLogWeightSteps);
+        const S::Vec shift = S::all(shifts[r]);
         uint8_t* to = weights + I::weight_words * r * kTile;
         S::Vec sum = S::all(0.0f);
         I::Ints total = I::all(0);
@@ -216,9 +225,11 @@ OPTKIT_TARGET void weigh_scores(const float* scores, int vecs, const float* v_in
             I::store_weights(to + n * kLanes, to + kTile + n * kLanes, steps);
             if (I::value_zero) total = I::add(total, steps);
         }
-        rows[r].sum = S::sum(sum);
-        rows[r].zero_sum = I::value_zero ? without_zero(total, I::value_zero) : 0;
+        folds[r] = sum;
+        found.zero_sums[r] = I::value_zero ? without_zero(total, I::value_zero) : 0;
     }
+    found.sum = fold_rows<false>(folds);
+    return found;
 }
 
 struct OnInt8 {
@@ -226,7 +237,10 @@ struct OnInt8 {
         const int rows = item.count * p.group, words = p.depth / 4;
         uint8_t *first = scratch.halves, *second = first + p.depth_bytes;
         uint32_t* to = reinterpret_cast<uint32_t*>(scratch.q);
+        constexpr int AHEAD = 6;  // rows of a long prompt lie in a far cache
         for (int row = 0; row < rows; ++row) {
+            const float* later = query_of(p, item, std::min(row + AHEAD, rows - 1));
+            for (int d = 0; d < p.dim; d += kLanes) __builtin_prefetch(later + d);
             const int block = row / kRows * kRows, in_block = rows - block < kRows ? rows - block : kRows;
             const float step = round_query(query_of(p, item, row), p, first, second, scratch.q_sums[row]);
             scratch.q_scale[row] = step * p.to_exp2;
@@ -289,28 +303,20 @@ struct OnInt8 {
         return most / kQuerySteps;
     }
 
-    // The online softmax of a block: what its earlier sums, and a step of its weights here, are worth from now on. All
-    // its powers of 2 are one vector each.
+    // The online softmax of a block: what its earlier sums, and a step of its weights here, are worth from now on. Gives what
+    // undoes the zero point of values.
     template <int R>
-    OPTKIT_TARGET static void merge_scores(const Block& block, Scratch& scratch, float* m, float* l, float* rescale,
-                                           float* step, int32_t* zero_sums) {
-        RowWeights rows[R];
-        for (int r = 0; r < kLanes; ++r) rescale[r] = step[r] = 0.0f;
-        weigh_scores<R>(scratch.scores, block.vecs, scratch.v_inverse, scratch.weights, rows);
-        for (int r = 0; r < R; ++r) {
-            const float old = m[r];
-            m[r] = old < rows[r].top ? rows[r].top : old;
-            const float shift = m[r] == -__builtin_inff() ? 0.0f : m[r];
-            rescale[r] = old - shift;
-            step[r] = rows[r].top - shift;
-        }
-        S::store(rescale, exp2(S::load(rescale)));
-        S::store(step, exp2(S::load(step)));
-        for (int r = 0; r < R; ++r) {
-            step[r] *= 1.0f / kWeightSteps;
-            l[r] = l[r] * rescale[r] + rows[r].sum * step[r];
-            zero_sums[r] = rows[r].zero_sum;
-        }
+    OPTKIT_TARGET OPTKIT_INLINE static void merge_scores(const Block& block, Scratch& scratch, float* m, float* l, float* rescale,
+                                                         float* step, int32_t* zero_sums) {
+        const RowWeights<R> rows = weigh_scores<R>(scratch.scores, block.vecs, scratch.v_inverse, scratch.weights);
+        const S::Vec old = S::load_some(m, R), most = S::where_less(old, rows.top, rows.top, old), shift = or_zero(most);
+        const S::Vec keeps = exp2(S::sub(old, shift));
+        const S::Vec takes = S::mul(exp2(S::sub(rows.top, shift)), S::all(1.0f / kWeightSteps));
+        S::store_some(m, most, R);
+        S::store_some(l, S::add(S::mul(S::load_some(l, R), keeps), S::mul(rows.sum, takes)), R);
+        S::store(rescale, keeps);
+        S::store(step, takes);
+        for (int r = 0; r < R; ++r) zero_sums[r] = rows.zero_sums[r];
     }
 
   private:

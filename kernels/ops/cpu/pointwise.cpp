@@ -23,6 +23,22 @@ float* scratch_row(int64_t width) {
     return row.at_least<float>(width);
 }
 
+// quantize_row by the instruction set of S.
+template <class S>
+struct RowQuantizer {
+    static OPTKIT_INLINE void row(const float* x, int64_t columns, int64_t group, uint8_t* q, float* scale) {
+        quantize_row(x, columns, group, q, scale);
+    }
+};
+#if OPTKIT_X86
+template <>
+struct RowQuantizer<Avx512> {
+    static OPTKIT_AVX512 OPTKIT_INLINE void row(const float* x, int64_t columns, int64_t group, uint8_t* q, float* scale) {
+        quantize_row_avx512(x, columns, group, q, scale);
+    }
+};
+#endif
+
 struct RowFunctions {
     void (*rms_norm)(const Norm&, int64_t);
     void (*layer_norm)(const Norm&, int64_t);

@@ -47,7 +47,7 @@ OPTKIT_INLINE float* output_row(const Op& op, int64_t row) {
 template <class Op>
 OPTKIT_TARGET OPTKIT_INLINE void quantize_output(const Op& op, int64_t row, const float* out) {
     const Quantized& to = op.quantized;
-    if (to.q) quantize_row(out, op.width, to.group, to.q + row * op.width, to.scale + row * (op.width / to.group));
+    if (to.q) RowQuantizer<S>::row(out, op.width, to.group, to.q + row * op.width, to.scale + row * (op.width / to.group));
 }
 
 OPTKIT_TARGET inline void rms_norm_row(const Norm& op, int64_t row) {

@@ -21,7 +21,10 @@ OPTKIT_INLINE void row_of(const Rows& p, int64_t row) {
 void quantize_portable(const Rows& p, int64_t row) { row_of(p, row); }
 #if OPTKIT_X86
 OPTKIT_AVX2 void quantize_avx2(const Rows& p, int64_t row) { row_of(p, row); }
-OPTKIT_AVX512 void quantize_avx512(const Rows& p, int64_t row) { row_of(p, row); }
+OPTKIT_AVX512 void quantize_avx512(const Rows& p, int64_t row) {
+    optkit::quantize_row_avx512(p.x + row * p.stride, p.columns, p.group, p.q + row * p.columns,
+                                p.scale + row * (p.columns / p.group));
+}
 #endif
 
 using Variant = void (*)(const Rows&, int64_t);

@@ -23,7 +23,7 @@ constexpr int kLanes = 16;
 struct Avx512 {
     using Vec = __m512;
     static constexpr int tile_rows = 6, tile_vecs = 4;  // of a register tile: 24 of 32 registers accumulate
-    static constexpr bool transposes_lines = true;
+    static constexpr bool transposes_lines = true, folds_rows = true;
 
     OP Vec load(const float* p) { return _mm512_loadu_ps(p); }
     OP Vec load_some(const float* p, int n) {
@@ -65,6 +65,12 @@ struct Avx512 {
         c = _mm_max_ps(c, _mm_movehl_ps(c, c));
         return _mm_cvtss_f32(_mm_max_ss(c, _mm_movehdup_ps(c)));
     }
+    // Lane r of the result is the sum, or the largest lane, of rows[r] for up to 8 rows: the bits of `sum` and `largest`, with
+    // the rows folded beside each other. Later lanes hold any number.
+    template <int R>
+    OP Vec sum_each(const Vec (&rows)[R]) { return fold_each<false>(rows); }
+    template <int R>
+    OP Vec largest_each(const Vec (&rows)[R]) { return fold_each<true>(rows); }
     // Four words of 16 rows, transposed: out[c] = (word c of rows[0], ..., of rows[15]).
     OP void transpose(const char* const* rows, Vec (&out)[4]) {
         const __m512 a = quads(rows, 0), b = quads(rows, 1), c = quads(rows, 2), d = quads(rows, 3);
@@ -106,6 +112,29 @@ struct Avx512 {
     }
 
   private:
+    template <bool largest>
+    OP Vec fold(Vec a, Vec b) { return largest ? max(a, b) : add(a, b); }
+    template <bool largest, int R>
+    OP Vec fold_each(const Vec (&rows)[R]) {
+        static_assert(R <= 8, "two registers of four rows each");
+        constexpr int PAIRS = (R + 1) / 2, FOURS = (PAIRS + 1) / 2;
+        Vec two[PAIRS], four[FOURS];
+#pragma GCC unroll 4
+        for (int i = 0; i < PAIRS; ++i) {  // 16 lanes to 8, of two rows
+            const Vec a = rows[2 * i], b = rows[2 * i + 1 < R ? 2 * i + 1 : R - 1];
+            two[i] = fold<largest>(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+        }
+#pragma GCC unroll 2
+        for (int i = 0; i < FOURS; ++i) {  // 8 to 4, of four rows
+            const Vec a = two[2 * i], b = two[2 * i + 1 < PAIRS ? 2 * i + 1 : PAIRS - 1];
+            four[i] = fold<largest>(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+        }
+        const auto a = (__m512d)four[0], b = (__m512d)four[FOURS - 1];
+        const Vec pairs = fold<largest>((Vec)_mm512_unpacklo_pd(a, b), (Vec)_mm512_unpackhi_pd(a, b));
+        const Vec all = fold<largest>(pairs, _mm512_shuffle_ps(pairs, pairs, 0xf5));
+        alignas(64) static constexpr std::int32_t LANES[16] = {0, 4, 8, 12, 2, 6, 10, 14};  // of rows
+        return _mm512_permutexvar_ps(_mm512_loadu_si512(LANES), all);
+    }
     OP __mmask16 mask(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
     // Rows i, i + 4, i + 8 and i + 12, 16 bytes of each.
     OP __m512 quads(const char* const* rows, int i) {
@@ -124,7 +153,7 @@ struct Avx2 {
         __m256 lo, hi;
     };
     static constexpr int tile_rows = 6, tile_vecs = 1;  // 12 of 16 registers accumulate
-    static constexpr bool transposes_lines = false;
+    static constexpr bool transposes_lines = false, folds_rows = false;
 
     OP Vec load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
     OP Vec load_some(const float* p, int n) {
@@ -213,7 +242,7 @@ struct Portable {
         Quad q[4];
     };
     static constexpr int tile_rows = 2, tile_vecs = 1;  // 8 of 16 registers accumulate
-    static constexpr bool transposes_lines = false;
+    static constexpr bool transposes_lines = false, folds_rows = false;
 
     OP Vec load(const float* p) {
         Vec a;

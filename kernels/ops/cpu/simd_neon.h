@@ -18,7 +18,7 @@ struct Neon {
         Quad q[4];
     };
     static constexpr int tile_rows = 6, tile_vecs = 1;  // 24 of 32 registers accumulate
-    static constexpr bool transposes_lines = false;
+    static constexpr bool transposes_lines = false, folds_rows = false;
 
     OP Vec load(const float* p) { return {{vld1q_f32(p), vld1q_f32(p + 4), vld1q_f32(p + 8), vld1q_f32(p + 12)}}; }
     OP Vec load_some(const float* p, int n) {

@@ -84,3 +84,18 @@ OPTKIT_TARGET OPTKIT_INLINE S::Vec erf(S::Vec x) {
     const S::Vec tail = S::where_less(S::all(4.0f), t, S::all(1.0f), large);
     return S::where_less(t, S::all(0.927734375f), small, with_sign(tail, x));
 }
+
+// Lane r is the largest lane of rows[r], or the sum of its lanes, for up to 8 rows.
+template <bool largest, int R, class Vectors = S>
+OPTKIT_TARGET OPTKIT_INLINE S::Vec fold_rows(const S::Vec (&rows)[R]) {
+    if constexpr (Vectors::folds_rows) {
+        if constexpr (largest)
+            return Vectors::largest_each(rows);
+        else
+            return Vectors::sum_each(rows);
+    } else {
+        float lanes[kLanes] = {};
+        for (int r = 0; r < R; ++r) lanes[r] = largest ? S::largest(rows[r]) : S::sum(rows[r]);
+        return S::load(lanes);
+    }
+}

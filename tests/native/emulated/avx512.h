@@ -177,6 +177,13 @@ EMULATED __m512i _mm512_sub_epi8(__m512i a, __m512i b) {
     return z.si;
 }
 
+EMULATED __m512i _mm512_max_epi32(__m512i a, __m512i b) {
+    const Lanes x = of(a), y = of(b);
+    Lanes z;
+    for (int i = 0; i < 16; ++i) z.i[i] = x.i[i] > y.i[i] ? x.i[i] : y.i[i];
+    return z.si;
+}
+
 EMULATED __m512i _mm512_and_si512(__m512i a, __m512i b) {
     Lanes z = of(a);
     const Lanes y = of(b);
@@ -303,6 +310,7 @@ EMULATED __m512i _mm512_cvtne2ps_pbh(__m512 a, __m512 b) {
 #define _mm512_cmp_ps_mask emulated::_mm512_cmp_ps_mask
 #define _mm512_mask_blend_ps emulated::_mm512_mask_blend_ps
 #define _mm512_sub_epi8 emulated::_mm512_sub_epi8
+#define _mm512_max_epi32 emulated::_mm512_max_epi32
 #define _mm512_and_si512 emulated::_mm512_and_si512
 #define _mm512_srli_epi16 emulated::_mm512_srli_epi16
 #define _mm512_dpbusd_epi32 emulated::_mm512_dpbusd_epi32
