@@ -112,7 +112,10 @@ OPTKIT_AVX512 void grouped_tile(const Linear& p, const Panel& panel, int64_t row
     for (int64_t g = 0; g < p.groups; ++g) {
         const int32_t* offset = panel.offset + g * PANEL;
         Accumulators<R> a;
-        if (AHEAD) {
+        if (AHEAD) {  // offsets and scales of the next panel, too
+            _mm_prefetch(offset + p.groups * PANEL, _MM_HINT_T1);
+            _mm_prefetch(offset + p.groups * PANEL + 16, _MM_HINT_T1);
+            if (panel.half) _mm_prefetch(panel.half + (p.groups + g) * PANEL, _MM_HINT_T1);
             start<R>(a, load(offset), load(offset + 16));
             accumulate<R, true>(a, q, p.q_stride, w, p.group_steps, ahead);
         } else {
