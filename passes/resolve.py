@@ -6,6 +6,7 @@ Importing a pass may import torch, so nothing here is needed to read, list or sh
 from __future__ import annotations
 
 import copy
+import difflib
 import logging
 import re
 from collections.abc import Sequence
@@ -127,6 +128,8 @@ def resolve_entry(entry: PassEntry, document: Document, path: KeyPath) -> Resolv
 
     if not passes.is_known(entry.pass_name):
         fix = nearest(entry.pass_name, passes.names())
+        if written := difflib.get_close_matches("one_of", entry.config):
+            fix = f"write 'one_of' in place of '{written[0]}' for a label with candidates"
         raise UserError(f"unknown pass '{entry.pass_name}'", where=document.where(path), fix=fix)
     if not PASS_KEY.fullmatch(entry.name):
         fix = f"write {entry.pass_name}{LABEL}LABEL with small letters, digits, '-', '_' or '.'"

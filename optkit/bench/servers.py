@@ -13,18 +13,17 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO
 
 import httpx
 
 from optkit.errors import UserError
-from optkit.machine.parent import end_with_parent
+from optkit.machine.parent import end_with_parent, sigterm_exits
 
 HOST = "127.0.0.1"
 API_KEY = "OPTKIT_API_KEY"  # the environment variable of `optkit serve` and of `optkit bench --url`
@@ -103,7 +102,7 @@ def starting(
 
     The function raises ``UserError`` as ``running``.
     """
-    with tempfile.TemporaryFile() as log, _sigterm_exits():
+    with tempfile.TemporaryFile() as log, sigterm_exits():
         process = _spawn(command, log)
         url = f"http://{HOST}:{port}"
 
@@ -200,26 +199,6 @@ def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> N
         os.killpg(process.pid, number)
     except ProcessLookupError:
         return
-
-
-@contextmanager
-def _sigterm_exits() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit inside the body, so ``finally`` blocks run.
-
-    Only the main thread can set signal handlers.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGTERM, _exit)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-def _exit(number: int, _frame: Any) -> NoReturn:
-    sys.exit(128 + number)
 
 
 def _tail(log: IO[bytes], size: int = 1500) -> str:

@@ -22,6 +22,7 @@ from optkit.cli.help import PlainCommand, summary
 from optkit.errors import UserError
 from optkit.extras import explained
 from optkit.machine import logs
+from optkit.machine.parent import sigterm_exits
 
 COMMANDS = {
     "optimize": "optkit.cli.optimize:optimize",
@@ -93,7 +94,8 @@ def run(arguments: Sequence[str]) -> int:
     debug = "--debug" in arguments
     try:
         app = application(commands_of(arguments))
-        app([word for word in arguments if word != "--debug"], prog_name="optkit")
+        with sigterm_exits():  # temporary files go, as after Ctrl-C
+            app([word for word in arguments if word != "--debug"], prog_name="optkit")
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else int(done.code is not None)
     except KeyboardInterrupt:

@@ -6,6 +6,11 @@ import ctypes
 import os
 import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -26,6 +31,23 @@ def die_with_parent(parent_pid: int) -> None:
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         raise SystemExit(1)
+
+
+@contextmanager
+def sigterm_exits() -> Iterator[None]:
+    """Turn SIGTERM into SystemExit inside the body, so that ``finally`` blocks run; in the main thread alone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, _exit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _exit(number: int, _frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)
 
 
 def leave_signals_to_parent() -> None:

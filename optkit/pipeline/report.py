@@ -193,7 +193,7 @@ def quality_cells(record: PassRecord) -> tuple[str, str]:
 
 
 def summary_lines(run: RunRecord, target: Mapping[str, Any] | None = None) -> list[str]:
-    """The result in a few sentences: the source, the gain of the whole, the reason for the decision on each pass."""
+    """The result in a few sentences: the source, the gain of the whole, the reason for each decision."""
     lines = [f"source: {note}" for note in run.notes]
     if run.whole is None:
         lines.append("no pass was kept: the artifact is the source model as it is")
@@ -205,5 +205,7 @@ def summary_lines(run: RunRecord, target: Mapping[str, Any] | None = None) -> li
     if run.missed_bounds:
         lines.append(f"the bounds of the recipe are missed: {run.missed_bounds}")
     lines += [f"{record.name} {explain(record, target or {})}" for record in run.passes]
+    for label, candidates in run.alternatives.items():
+        lines += [f"{label}, {record.name} {record.decision}: {record.reason}" for record in candidates]
     records = records_of(run)
     return lines + [line for line in (misses_sentence(records), disturbed_sentence(records)) if line]

@@ -69,6 +69,8 @@ def lead(report: Mapping[str, Any]) -> list[Markup]:
     """The verdict: the numbers of the whole, and the origin of the model."""
     _, whole = records_in(report)
     notes = [paragraph(f"Source: {note}.") for note in report.get("notes", ())]
+    if missed := report.get("missed_bounds"):
+        notes.append(paragraph(f"The bounds of the recipe are missed: {missed}."))
     return [paragraph(f"Made for {target_line(report['target'])}."), *notes, *cards(whole_cards(whole))]
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from typer import Typer
 
 from optkit import __version__
+from optkit.artifact.staging import staging
 from optkit.cli import main
 from optkit.errors import UserError
 
@@ -110,6 +113,21 @@ def test_run_shows_the_traceback_when_debug_stands_anywhere(
 def test_run_exits_with_130_when_interrupted(failing: dict[str, BaseException]) -> None:
     failing["error"] = KeyboardInterrupt()
     assert main.run(["fail"]) == 130
+
+
+def test_run_cleans_up_and_exits_with_143_when_terminated(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def write() -> None:
+        with staging(tmp_path / "out", force=False) as directory:
+            (directory / "half").write_text("")
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+
+    monkeypatch.setattr(main, "application", lambda names: lambda *arguments, **options: write())
+    assert main.run(["fail"]) == 143
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 FULL = Path("/dev/full")  # a device without room for a single byte

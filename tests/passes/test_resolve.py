@@ -118,6 +118,7 @@ passes: {layers: {one_of: [{fuse_qkv: {}, int8: {}}, {int8: {lm_head: true}}]}}
         ),
         ("{int8: {}, layers: {one_of: [{int8: {}}, {fuse_qkv: {}}]}}", "'fuse_qkv' must come before 'int8'"),
         ("{layers: {one_of: [{int9: {}}]}}", "unknown pass 'int9'"),
+        ("{layers: {oneof: [{int8: {}}]}}", "write 'one_of' in place of 'oneof'"),
         ("{int8: {one_of: [{int8: {}}]}}", "'int8' is a pass"),
         ("{layers: {one_of: [{int8: {bits: 16}}]}}", "passes.layers.one_of.0.int8.bits"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -46,3 +47,9 @@ def test_the_summary_has_the_gain_and_what_was_not_kept() -> None:
     assert others[3].startswith(
         "3 of 9 predictions are more than 20% off: int8, prefill 512: predicted 4.00x"
     )
+
+
+def test_the_summary_has_the_reason_for_each_candidate() -> None:
+    skipped = int8_record(name="w4a8", decision="skipped", reason="no site to change")
+    run = replace(sample_run(), alternatives={"layers": [skipped]})
+    assert "layers, w4a8 skipped: no site to change" in summary_lines(run)

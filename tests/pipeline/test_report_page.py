@@ -116,6 +116,15 @@ def test_a_run_that_kept_nothing_says_so() -> None:
     assert "No pass was kept" in ParsedPage(report_html(report(run))).words
 
 
+def test_missed_bounds_stand_at_the_start() -> None:
+    missed = RunRecord([int8_record()], int8_record(), missed_bounds="prefill speedup 1.2 is below 2")
+    assert (
+        "The bounds of the recipe are missed: prefill speedup 1.2 is below 2."
+        in ParsedPage(report_html(report(missed))).words
+    )
+    assert "are missed" not in ParsedPage(report_html(report())).words
+
+
 def test_quality_that_is_not_a_number_breaks_nothing() -> None:
     broken = int8_record(quality=quality(kld=nan, top1=nan, ln_ppl_ratio=nan))
     parsed = ParsedPage(report_html(report(RunRecord([broken], broken))))
