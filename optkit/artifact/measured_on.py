@@ -42,20 +42,27 @@ def kernels_here() -> str:
     return native.isa() if native.available() else "none"
 
 
-def measured_elsewhere(directory: Path) -> MeasuredOn | None:
-    """The machine of the measurements, if its processor or the instruction set of the kernels is another than here.
-
-    None for artifacts without a readable report, or of before the report had ``machine``.
-    """
+def made_on(directory: Path) -> MeasuredOn | None:
+    """The machine of the measurements; None without a readable report, or of before the report had ``machine``."""
     file = directory / "optkit" / "report.json"
     try:
         data = parse_bounded(read_bounded(file, MAX_REPORT_BYTES), str(file)).get("machine")
         if not isinstance(data, dict):
             return None
-        made = check(MeasuredOn, data, str(file), "the machine of the report can't be read")
+        return check(MeasuredOn, data, str(file), "the machine of the report can't be read")
     except UserError:
         return None
-    return made if (made.cpu, made.kernels) != (cpu_model(), kernels_here()) else None
+
+
+def is_this_machine(made: MeasuredOn) -> bool:
+    """True where processor and instruction set of the kernels are the same here."""
+    return (made.cpu, made.kernels) == (cpu_model(), kernels_here())
+
+
+def measured_elsewhere(directory: Path) -> MeasuredOn | None:
+    """The machine of the measurements, if its processor or the instruction set of the kernels is another than here."""
+    made = made_on(directory)
+    return made if made is not None and not is_this_machine(made) else None
 
 
 def notice(directory: Path) -> str | None:

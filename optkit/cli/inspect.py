@@ -266,9 +266,9 @@ def show_choice(artifact: Artifact, as_json: bool) -> None:
 
     if not (artifact.directory / CANDIDATES).is_file():
         raise UserError(
-            "there are no candidates to choose from",
+            "there are no candidates to choose from: the recipe's objective decided on no pass",
             where=str(artifact.directory),
-            fix="make it again by a CPU recipe with a quantizer, kv_int8 or one_of: speed decides on nothing else",
+            fix="one_of, quantizers and kv_int8 of CPU recipes are candidates, without keep: always, within bounds",
         )
     with console.spinner("measuring layers of the candidates"):
         choices, text = predict_here(artifact.directory)

@@ -32,8 +32,11 @@ from optkit.pipeline.candidates import CandidateEntry, Model, PlaceEntry, read_m
 from optkit.pipeline.pass_places import planned_graph
 from optkit.recipe.schema import Recipe
 
-CLEARLY = 0.95  # of the cost of the kept candidate: predictions closer than that name no winner
+CLEARLY = (
+    0.8  # of the cost of the kept candidate: predictions are up to a fifth off, closer ones name no winner
+)
 BEFORE = ""  # the name of the layers without a candidate
+SPEED_BOUNDS = ("min_speedup", "min_decode_speedup")
 HERE = ", planned for this machine"  # behind the name of a candidate with other ops than on the machine of the artifact
 
 StepSeconds = Callable[[Graph, Point, int], float | None]  # (graph of some layers, step, layers in the whole)
@@ -51,18 +54,15 @@ class Forecast:
 class PlaceChoice:
     """The choice at a place: the kept candidates and those predicted best, for prompts and for decode steps.
 
-    ``forecasts`` are by name; the layers without a candidate have the empty name.
+    ``forecasts`` are by name; the layers without a candidate have the empty name. ``is_pass`` is true for a pass
+    outside ``one_of``: the only candidate has the name of the pass.
     """
 
     label: str
+    is_pass: bool
     kept: tuple[str, str]
     best: tuple[str, str]
     forecasts: Mapping[str, Forecast]
-
-    @property
-    def is_pass(self) -> bool:
-        """True for a pass outside ``one_of``: the only candidate has the name of the pass."""
-        return {*self.forecasts} <= {BEFORE, self.label, self.label + HERE}
 
     @property
     def gains(self) -> tuple[float, float]:
@@ -113,7 +113,8 @@ def place_choice(
     kept = place.prompts, place.decode
     if not forecasts.keys() >= {*kept}:
         return None
-    return PlaceChoice(label, kept, best_of(forecasts, place), forecasts)
+    is_pass = {entry.name for entry in place.candidates} <= {label, label + HERE}
+    return PlaceChoice(label, is_pass, kept, best_of(forecasts, place), forecasts)
 
 
 def passes_by_candidate(recipe: Recipe) -> dict[str, dict[str, Sequence[ResolvedPass]]]:
@@ -191,8 +192,19 @@ def for_decodes(place: PlaceEntry, prompts: str) -> list[str]:
 # -- in words ------------------------------------------------------------------------------------------------
 
 
-def sentence(choices: list[PlaceChoice], recipe: Recipe) -> str:
-    """The likely choice here, in a line."""
+def sentence(choices: list[PlaceChoice], recipe: Recipe, *, same_machine: bool = False) -> str:
+    """The likely choice here, in a line.
+
+    Args:
+        same_machine: the passes were measured on such a machine, which says more than predictions.
+    """
+    return likely(choices, recipe, same_machine=same_machine) + unpredicted(recipe)
+
+
+def likely(choices: list[PlaceChoice], recipe: Recipe, *, same_machine: bool) -> str:
+    """``sentence`` by the recipe's objective alone."""
+    if same_machine:
+        return "the passes were measured on such a machine: optkit optimize would likely choose the same here"
     if recipe.objective not in objective.TIMES:
         return (
             f"the recipe's objective is {recipe.objective}, which does not depend on the kernels: "
@@ -206,6 +218,18 @@ def sentence(choices: list[PlaceChoice], recipe: Recipe) -> str:
         return f"optkit optimize would likely choose the same here ({names})"
     again = "make it again here: optkit optimize MODEL --recipe ARTIFACT/optkit/recipe.yaml -o NEW"
     return f"optkit optimize would likely {'; '.join(changed)}; {again}"
+
+
+def unpredicted(recipe: Recipe) -> str:
+    """A clause on bounds on speed, of the recipe or of a pass, which are measured by ``optkit optimize`` alone."""
+    entries = [
+        entry
+        for place in recipe.passes
+        for entry in (place, *(one for candidate in place.one_of or () for one in candidate))
+    ]
+    accepts = [recipe.accept, *(entry.accept for entry in entries)]
+    names = [name for name in SPEED_BOUNDS if any(getattr(accept, name) is not None for accept in accepts)]
+    return f" (bounds on speed are not predicted: {', '.join(names)})" if names else ""
 
 
 def kept_shown(choice: PlaceChoice) -> str:
@@ -256,7 +280,9 @@ def predict_here(directory: Path, step_seconds: StepSeconds | None = None) -> tu
         UserError: recipe or candidates are damaged.
     """
     choices = choices_here(directory, step_seconds)
-    text = sentence(choices, Artifact.open(directory, verify=False).recipe)
+    made = measured_on.made_on(directory)
+    same = made is not None and measured_on.is_this_machine(made)
+    text = sentence(choices, Artifact.open(directory, verify=False).recipe, same_machine=same)
     measured_on.keep_sentence(directory, text)
     return choices, text
 

@@ -167,7 +167,7 @@ def test_inspect_here_shows_the_predicted_choice(
     assert run(["inspect", str(made), "--here"]) != 0  # an artifact without candidates
     assert "there are no candidates to choose from" in capsys.readouterr().err
     forecasts = {"": Forecast(4.0, 2.0), "int8": Forecast(2.0, 1.0), "w4a8": Forecast(1.0, 1.0)}
-    choice = PlaceChoice("layers", ("int8", "int8"), ("w4a8", "int8"), forecasts)
+    choice = PlaceChoice("layers", False, ("int8", "int8"), ("w4a8", "int8"), forecasts)
     monkeypatch.setattr(choice_here, "predict_here", lambda directory: ([choice], "would choose w4a8"))
     (made / "optkit" / "candidates.json").write_text("{}")
     (made / MANIFEST).unlink()

@@ -37,6 +37,7 @@ def artifact(
         work = f"workload: {{prompt_tokens: [24, 40], output_tokens: {next(OUTPUTS)}, batch: 2}}"
         found = run(source, tmp_path / "out", PASSES.format(options, objective), work)
         monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "other machine"))
+        monkeypatch.setattr(measured_on, "cpu_model", lambda: "Small CPU")
         return tmp_path / "out", decisions(found)
 
     return make
@@ -115,11 +116,42 @@ def test_a_machine_with_other_units_would_plan_other_operators(
     assert "would likely plan other operators for int8 (predicted 1.50x as fast as this artifact" in text
 
 
-def test_an_objective_of_bytes_is_the_same_on_every_machine(
+def test_predictions_a_fifth_apart_name_no_other_choice(
+    artifact: Callable[..., tuple[Path, dict[str, str]]],
+) -> None:
+    made, _ = artifact(lambda kinds, _: 0.5 if kinds else 1.0)
+    _, text = predict_here(made, seconds({"int8": 1.2, "float": 1.0}))
+    assert text == "optkit optimize would likely choose the same here (int8 kept, kv_int8 kept)"
+
+
+def test_the_machine_of_the_measurements_gets_no_other_choice_by_prediction(
     artifact: Callable[..., tuple[Path, dict[str, str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    made, _ = artifact(lambda kinds, _: 0.5 if kinds else 1.0)
+    report = measured_on.made_on(made)
+    assert report is not None
+    monkeypatch.setattr(measured_on, "cpu_model", lambda: report.cpu)
+    choices, text = predict_here(made, seconds({"int8": 3.0, "float": 1.0}))
+    assert choices[0].best == ("", "") and text.startswith("the passes were measured on such a machine")
+
+
+@pytest.mark.parametrize(
+    ("options", "objective"),
+    [("accept: {min_speedup: 0.1}", "ttft"), ("", "memory\naccept: {min_decode_speedup: 0.1}")],
+)
+def test_bounds_on_speed_are_named_as_not_predicted(
+    options: str, objective: str, artifact: Callable[..., tuple[Path, dict[str, str]]]
+) -> None:
+    made, _ = artifact(lambda kinds, _: 0.5 if kinds else 1.0, options, objective)
+    _, text = predict_here(made, seconds({"int8": 1.0, "float": 2.0}))
+    name = "min_speedup" if options else "min_decode_speedup"
+    assert text.endswith(f" (bounds on speed are not predicted: {name})")
+
+
+def test_an_objective_of_bytes_is_the_same_on_every_machine(
+    artifact: Callable[..., tuple[Path, dict[str, str]]],
+) -> None:
     made, _ = artifact(lambda kinds, _: 1.0, objective="memory")
-    monkeypatch.setattr(measured_on, "cpu_model", lambda: "Small CPU")
     assert measured_on.is_undecided(made)
     _, text = predict_here(made, seconds({"int8": 3.0, "float": 2.0}))
     assert text.startswith("the recipe's objective is memory, which does not depend on the kernels")
