@@ -46,19 +46,24 @@ class Watched:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.ranges = joined(whole_pages(tensor) for tensor in tensors)
-        library = ctypes.CDLL(None, use_errno=True)
-        library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        for start, end in self.ranges:  # a flag that the neighbours do not have parts the mapping
-            if library.madvise(start, end - start, DO_NOT_DUMP):
-                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self._call("madvise", DO_NOT_DUMP)  # a flag that the neighbours do not have parts the mapping
         if self._sum("AnonHugePages"):
             raise RuntimeError("a watched tensor is in large pages")
         if self._sum("Size") != self.num_bytes:
             raise RuntimeError("the system did not part the mappings")
 
     def clear(self) -> None:
-        """Forget what was read so far."""
+        """Forget what was read so far.
+
+        A page whose translation a core still has gets no new bit, and the system leaves translations of cleared pages
+        where they are. A change of protection, and back, takes them away.
+
+        Raises:
+            OSError: the system refuses.
+        """
         CLEAR.write_text("1")
+        self._call("mprotect", mmap.PROT_READ)
+        self._call("mprotect", mmap.PROT_READ | mmap.PROT_WRITE)
 
     def accessed(self) -> int:
         """Bytes of the pages read since ``clear``."""
@@ -68,6 +73,14 @@ class Watched:
     def num_bytes(self) -> int:
         """Bytes of all watched pages."""
         return sum(end - start for start, end in self.ranges)
+
+    def _call(self, name: str, argument: int) -> None:
+        """Call ``name`` of the C library, with ``argument``, on each range."""
+        function = getattr(ctypes.CDLL(None, use_errno=True), name)
+        function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        for start, end in self.ranges:
+            if function(start, end - start, argument):
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def _sum(self, field: str) -> int:
         return sum(

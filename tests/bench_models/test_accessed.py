@@ -30,6 +30,21 @@ def test_pages_that_were_read_are_counted() -> None:
     assert watched.accessed() == 0
 
 
+def test_pages_read_just_before_are_counted_again() -> None:
+    """Another core may still know where such pages are, and then sets no bit by itself."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    tensor = written(512).view(torch.float32)
+    watched, found = Watched([tensor]), []
+    for _ in range(8):
+        tensor.sum()
+        watched.clear()
+        tensor.sum()
+        found.append(watched.accessed())
+    torch.set_num_threads(threads)
+    assert found == [512 * PAGE] * 8
+
+
 def test_only_whole_pages_of_a_tensor_are_watched() -> None:
     tensor = written(16)
     watched = Watched([tensor[100 : 5 * PAGE + 7]])
