@@ -133,34 +133,6 @@ struct OnTiles {
         }
     }
 
-    struct Add {
-        OPTKIT_TARGET OPTKIT_INLINE static S::Vec of(S::Vec a, S::Vec b) { return S::add(a, b); }
-    };
-    struct Max {
-        OPTKIT_TARGET OPTKIT_INLINE static S::Vec of(S::Vec a, S::Vec b) { return S::max(a, b); }
-    };
-
-    // Lane r: the lanes of row r, folded in the order of S::sum and S::largest.
-    template <class Op>
-    OPTKIT_TARGET static __m512 fold(const __m512 (&rows)[block_rows]) {
-        __m512 eights[8], fours[4], twos[2];
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i)
-            eights[i] = Op::of(_mm512_shuffle_f32x4(rows[i], rows[i + 8], 0x44),
-                               _mm512_shuffle_f32x4(rows[i], rows[i + 8], 0xee));
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i)
-            fours[i] = Op::of(_mm512_shuffle_f32x4(eights[i], eights[i + 4], 0x88),
-                              _mm512_shuffle_f32x4(eights[i], eights[i + 4], 0xdd));
-        for (int i = 0; i < 2; ++i) {
-            const __m512d a = _mm512_castps_pd(fours[i]), b = _mm512_castps_pd(fours[i + 2]);
-            twos[i] = Op::of(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
-        }
-        const __m512 ones = Op::of(_mm512_shuffle_ps(twos[0], twos[1], 0x88), _mm512_shuffle_ps(twos[0], twos[1], 0xdd));
-        alignas(64) static constexpr int32_t order[16] = {0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15};
-        return _mm512_permutexvar_ps(_mm512_loadu_si512(order), ones);
-    }
-
     // The online softmax of a block, as OnInt8::merge_scores; weights of keys that no row sees are zeros.
     OPTKIT_TARGET static void merge_scores(const Block& block, Scratch& scratch, float* m, float* l, float* rescale,
                                            float* step) {
@@ -172,8 +144,7 @@ struct OnTiles {
             rows[r] = S::load(row);
             for (int n = 1; n < block.vecs; ++n) rows[r] = S::max(rows[r], S::load(row + n * kLanes));
         }
-        const __m512 tops = fold<Max>(rows);
-        const auto or_zero = [&](__m512 a) OPTKIT_TARGET { return S::where_less(a, S::all(-__FLT_MAX__), zero, a); };
+        const S::Vec tops = fold_rows<true>(rows);
         S::store(shifts, S::sub(or_zero(tops), S::all(kLogWeightSteps)));
         for (int r = 0; r < block_rows; ++r) {
             const float* row = scratch.scores + r * kTile;
@@ -187,15 +158,7 @@ struct OnTiles {
             }
             for (int n = block.vecs; n < kTileVecs; ++n) std::memset(to + n * kLanes, 0, kLanes);
         }
-        const __m512 weight_sums = fold<Add>(rows);
-        const int count = block.rows;
-        const __m512 old_m = S::load_some(m, count), old_l = S::load_some(l, count);
-        const __m512 new_m = S::where_less(old_m, tops, tops, old_m), shift = or_zero(new_m);
-        const __m512 by = exp2(S::sub(old_m, shift)), worth = S::mul(exp2(S::sub(tops, shift)), S::all(1.0f / kWeightSteps));
-        S::store_some(m, new_m, count);
-        S::store_some(l, S::add(S::mul(old_l, by), S::mul(weight_sums, worth)), count);
-        S::store(rescale, by);
-        S::store(step, worth);
+        add_weights(tops, fold_rows<false>(rows), block.rows, m, l, rescale, step);
     }
 
     // out[r] = out[r] * rescale[r] + step[r] * sum over keys of weight[r][key] * v[key].

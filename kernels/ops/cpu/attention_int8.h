@@ -197,6 +197,18 @@ OPTKIT_TARGET OPTKIT_INLINE S::Vec or_zero(S::Vec scores) {
     return S::where_less(scores, S::all(-__FLT_MAX__), S::all(0.0f), scores);
 }
 
+// The online softmax of `count` rows: their largest scores m and sums of weights l get those of a tile, whose weights are in
+// steps of 2^top / kWeightSteps. What the earlier sums, and a step here, are worth from now on go to `rescale` and `step` [16].
+OPTKIT_TARGET OPTKIT_INLINE void add_weights(S::Vec tops, S::Vec sums, int count, float* m, float* l, float* rescale, float* step) {
+    const S::Vec old = S::load_some(m, count), most = S::where_less(old, tops, tops, old), shift = or_zero(most);
+    const S::Vec keeps = exp2(S::sub(old, shift));
+    const S::Vec takes = S::mul(exp2(S::sub(tops, shift)), S::all(1.0f / kWeightSteps));
+    S::store_some(m, most, count);
+    S::store_some(l, S::add(S::mul(S::load_some(l, count), keeps), S::mul(sums, takes)), count);
+    S::store(rescale, keeps);
+    S::store(step, takes);
+}
+
 // The scores of R rows become weights in steps. Two passes over the rows: each step of a row waits for the one before,
 // and rows don't wait for each other.
 template <int R>
@@ -303,19 +315,12 @@ struct OnInt8 {
         return most / kQuerySteps;
     }
 
-    // The online softmax of a block: what its earlier sums, and a step of its weights here, are worth from now on. Gives what
-    // undoes the zero point of values.
+    // The scores of a block become weights, which are added to its sums (`add_weights`); and what undoes the zero point of values.
     template <int R>
     OPTKIT_TARGET OPTKIT_INLINE static void merge_scores(const Block& block, Scratch& scratch, float* m, float* l, float* rescale,
                                                          float* step, int32_t* zero_sums) {
         const RowWeights<R> rows = weigh_scores<R>(scratch.scores, block.vecs, scratch.v_inverse, scratch.weights);
-        const S::Vec old = S::load_some(m, R), most = S::where_less(old, rows.top, rows.top, old), shift = or_zero(most);
-        const S::Vec keeps = exp2(S::sub(old, shift));
-        const S::Vec takes = S::mul(exp2(S::sub(rows.top, shift)), S::all(1.0f / kWeightSteps));
-        S::store_some(m, most, R);
-        S::store_some(l, S::add(S::mul(S::load_some(l, R), keeps), S::mul(rows.sum, takes)), R);
-        S::store(rescale, keeps);
-        S::store(step, takes);
+        add_weights(rows.top, rows.sum, R, m, l, rescale, step);
         for (int r = 0; r < R; ++r) zero_sums[r] = rows.zero_sums[r];
     }
 

@@ -238,7 +238,7 @@ inline bool reads_split(const Item& item, int64_t split, const Scratch& scratch)
 OPTKIT_TARGET inline void merge_rows(const Sums& part, const Sums& total, int row, int count, float* keep, float* take) {
     const S::Vec old = S::load_some(total.m + row, count), new_m = S::load_some(part.m + row, count);
     const S::Vec m = S::where_less(old, new_m, new_m, old);
-    const S::Vec shift = S::where_less(m, S::all(-__FLT_MAX__), S::all(0.0f), m);
+    const S::Vec shift = or_zero(m);
     const S::Vec keeps = exp2(S::sub(old, shift)), takes = exp2(S::sub(new_m, shift));
     const S::Vec kept = S::mul(S::load_some(total.l + row, count), keeps);
     S::store_some(total.m + row, m, count);

@@ -65,7 +65,7 @@ struct Avx512 {
         c = _mm_max_ps(c, _mm_movehl_ps(c, c));
         return _mm_cvtss_f32(_mm_max_ss(c, _mm_movehdup_ps(c)));
     }
-    // Lane r of the result is the sum, or the largest lane, of rows[r] for up to 8 rows: the bits of `sum` and `largest`, with
+    // Lane r of the result is the sum, or the largest lane, of rows[r] for up to 16 rows: the bits of `sum` and `largest`, with
     // the rows folded beside each other. Later lanes hold any number.
     template <int R>
     OP Vec sum_each(const Vec (&rows)[R]) { return fold_each<false>(rows); }
@@ -116,23 +116,27 @@ struct Avx512 {
     OP Vec fold(Vec a, Vec b) { return largest ? max(a, b) : add(a, b); }
     template <bool largest, int R>
     OP Vec fold_each(const Vec (&rows)[R]) {
-        static_assert(R <= 8, "two registers of four rows each");
-        constexpr int PAIRS = (R + 1) / 2, FOURS = (PAIRS + 1) / 2;
-        Vec two[PAIRS], four[FOURS];
-#pragma GCC unroll 4
+        static_assert(R <= kLanes, "a lane for each row");
+        constexpr int PAIRS = (R + 1) / 2, FOURS = (PAIRS + 1) / 2, EIGHTS = (FOURS + 1) / 2;
+        Vec two[PAIRS], four[FOURS], eight[EIGHTS];
+#pragma GCC unroll 8
         for (int i = 0; i < PAIRS; ++i) {  // 16 lanes to 8, of two rows
             const Vec a = rows[2 * i], b = rows[2 * i + 1 < R ? 2 * i + 1 : R - 1];
             two[i] = fold<largest>(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
         }
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int i = 0; i < FOURS; ++i) {  // 8 to 4, of four rows
             const Vec a = two[2 * i], b = two[2 * i + 1 < PAIRS ? 2 * i + 1 : PAIRS - 1];
             four[i] = fold<largest>(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
         }
-        const auto a = (__m512d)four[0], b = (__m512d)four[FOURS - 1];
-        const Vec pairs = fold<largest>((Vec)_mm512_unpacklo_pd(a, b), (Vec)_mm512_unpackhi_pd(a, b));
-        const Vec all = fold<largest>(pairs, _mm512_shuffle_ps(pairs, pairs, 0xf5));
-        alignas(64) static constexpr std::int32_t LANES[16] = {0, 4, 8, 12, 2, 6, 10, 14};  // of rows
+#pragma GCC unroll 2
+        for (int i = 0; i < EIGHTS; ++i) {  // 4 to 2, of eight rows
+            const auto a = (__m512d)four[2 * i], b = (__m512d)four[2 * i + 1 < FOURS ? 2 * i + 1 : FOURS - 1];
+            eight[i] = fold<largest>((Vec)_mm512_unpacklo_pd(a, b), (Vec)_mm512_unpackhi_pd(a, b));
+        }
+        const Vec a = eight[0], b = eight[EIGHTS - 1];
+        const Vec all = fold<largest>(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
+        alignas(64) static constexpr std::int32_t LANES[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};  // of rows
         return _mm512_permutexvar_ps(_mm512_loadu_si512(LANES), all);
     }
     OP __mmask16 mask(int n) { return static_cast<__mmask16>((1u << n) - 1u); }

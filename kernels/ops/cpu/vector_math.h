@@ -85,7 +85,7 @@ OPTKIT_TARGET OPTKIT_INLINE S::Vec erf(S::Vec x) {
     return S::where_less(t, S::all(0.927734375f), small, with_sign(tail, x));
 }
 
-// Lane r is the largest lane of rows[r], or the sum of its lanes, for up to 8 rows.
+// Lane r is the largest lane of rows[r], or the sum of its lanes, for up to 16 rows.
 template <bool largest, int R, class Vectors = S>
 OPTKIT_TARGET OPTKIT_INLINE S::Vec fold_rows(const S::Vec (&rows)[R]) {
     if constexpr (Vectors::folds_rows) {
