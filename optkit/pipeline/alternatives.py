@@ -27,7 +27,7 @@ from optkit.pipeline.candidates import model_entry
 from optkit.pipeline.judge import PassJudge
 from optkit.pipeline.measurement import predict
 from optkit.pipeline.records import PassRecord
-from optkit.pipeline.runner import PassRunner, keep_unmeasured, run_pass, without_rules
+from optkit.pipeline.runner import PassRunner, run_unmeasured, without_rules
 from optkit.pipeline.state import State
 from optkit.recipe.schema import Accept, Recipe
 
@@ -228,10 +228,8 @@ def predicted_trials(
     """
     shapes, context, trials = without_values(before), PassContext(target), []
     for passes in alternatives.candidates:
-        graph, trial, records = shapes, Trial(passes, planned(passes)), []
-        for resolved in passes:
-            graph, record = run_pass(graph, resolved, context, keep_unmeasured, reproduce)
-            records.append(record)
+        trial = Trial(passes, planned(passes))
+        graph, records = run_unmeasured(shapes, passes, context, reproduce)
         if any(record.in_effect for record in records):
             trial.planned = graph
         else:

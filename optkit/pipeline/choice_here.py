@@ -25,11 +25,12 @@ from optkit.graph import ops
 from optkit.graph.ir import Graph
 from optkit.graph.shapes import Point
 from optkit.machine.target import Target, get_target
+from optkit.passes.base import PassContext
 from optkit.passes.resolve import Alternatives, ResolvedPass, resolve_passes
 from optkit.pipeline import objective
 from optkit.pipeline.alternatives import DECODES_FASTER, decode_label, planned
 from optkit.pipeline.candidates import CandidateEntry, Model, PlaceEntry, read_model, read_places
-from optkit.pipeline.pass_places import planned_graph
+from optkit.pipeline.runner import run_unmeasured
 from optkit.recipe.schema import Recipe
 
 CLEARLY = (
@@ -72,17 +73,19 @@ class PlaceChoice:
         return known[kept].cost / known[best].cost, known[decode].decode / known[best_decode].decode
 
 
-def choices_here(directory: Path, step_seconds: StepSeconds | None = None) -> list[PlaceChoice]:
+def choices_here(
+    directory: Path, recipe: Recipe, step_seconds: StepSeconds | None = None
+) -> list[PlaceChoice]:
     """The choice at each place of the artifact in ``directory`` whose candidates have predictions.
 
     Args:
+        recipe: of the artifact.
         step_seconds: by default from layers measured here, or measured before.
 
     Raises:
-        UserError: recipe or candidates are damaged.
+        UserError: the candidates are damaged.
     """
     places = read_places(directory)
-    recipe = Artifact.open(directory, verify=False).recipe
     if recipe.objective not in objective.TIMES:
         return []
     target = get_target("cpu")
@@ -150,7 +153,7 @@ def planned_here(
     kept, found = {place.prompts, place.decode}, []
     for entry in place.candidates:
         model, passes = models[entry.name], known.get(entry.name)
-        graph = planned_graph(before.graph, passes, target) if passes else model.graph
+        graph = run_unmeasured(before.graph, passes, PassContext(target))[0] if passes else model.graph
         other = not calls(graph) <= calls(model.graph)
         if entry.name in kept or not other:
             found.append((entry, model))
@@ -222,12 +225,7 @@ def likely(choices: list[PlaceChoice], recipe: Recipe, *, same_machine: bool) ->
 
 def unpredicted(recipe: Recipe) -> str:
     """A clause on bounds on speed, of the recipe or of a pass, which are measured by ``optkit optimize`` alone."""
-    entries = [
-        entry
-        for place in recipe.passes
-        for entry in (place, *(one for candidate in place.one_of or () for one in candidate))
-    ]
-    accepts = [recipe.accept, *(entry.accept for entry in entries)]
+    accepts = [recipe.accept, *(entry.accept for entry in recipe.entries)]
     names = [name for name in SPEED_BOUNDS if any(getattr(accept, name) is not None for accept in accepts)]
     return f" (bounds on speed are not predicted: {', '.join(names)})" if names else ""
 
@@ -279,10 +277,11 @@ def predict_here(directory: Path, step_seconds: StepSeconds | None = None) -> tu
     Raises:
         UserError: recipe or candidates are damaged.
     """
-    choices = choices_here(directory, step_seconds)
+    recipe = Artifact.open(directory, verify=False).recipe
+    choices = choices_here(directory, recipe, step_seconds)
     made = measured_on.made_on(directory)
     same = made is not None and measured_on.is_this_machine(made)
-    text = sentence(choices, Artifact.open(directory, verify=False).recipe, same_machine=same)
+    text = sentence(choices, recipe, same_machine=same)
     measured_on.keep_sentence(directory, text)
     return choices, text
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from optkit.graph.ir import Graph
 from optkit.machine.target import Target
 from optkit.passes.base import PassContext, Stage
 from optkit.passes.resolve import ResolvedPass
 from optkit.pipeline.alternatives import SKIPPED, Trial, place_data, without_values
 from optkit.pipeline.records import PassRecord
-from optkit.pipeline.runner import keep_unmeasured, run_pass
+from optkit.pipeline.runner import run_unmeasured
 from optkit.pipeline.state import State
 from optkit.recipe.schema import Recipe
 
@@ -37,7 +36,7 @@ def pass_places(
             if record.in_effect:
                 after = without_values(state.graph)
             else:
-                after = planned_graph(graph, [resolved], target)
+                after, _ = run_unmeasured(graph, [resolved], PassContext(target))
                 record.decision = SKIPPED  # by speed: the quality was not measured
             trial = Trial([resolved], record, [state], after)
             kept = trial if record.in_effect else None
@@ -63,11 +62,3 @@ def without_undone(
     pairs = zip(before, after, strict=True)
     undone = {new.name for old, new in pairs if old.in_effect and not new.in_effect}
     return {label: place for label, place in places.items() if label not in undone}
-
-
-def planned_graph(before: Graph, passes: Sequence[ResolvedPass], target: Target) -> Graph:
-    """The graph after ``passes`` on ``before``, which has shapes without values; nothing is measured."""
-    graph, context = before, PassContext(target)
-    for resolved in passes:
-        graph, _ = run_pass(graph, resolved, context, keep_unmeasured)
-    return graph

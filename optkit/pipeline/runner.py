@@ -59,6 +59,20 @@ def keep_unmeasured(before: Graph, candidate: Graph, record: PassRecord) -> Grap
     return candidate
 
 
+def run_unmeasured(
+    graph: Graph,
+    passes: Sequence[ResolvedPass],
+    context: PassContext,
+    reproduce: Reproduce | None = None,
+) -> tuple[Graph, list[PassRecord]]:
+    """The graph after all of ``passes``, and their records; nothing is measured, shapes without values are enough."""
+    records = []
+    for resolved in passes:
+        graph, record = run_pass(graph, resolved, context, keep_unmeasured, reproduce)
+        records.append(record)
+    return graph, records
+
+
 @dataclass(frozen=True)
 class PassRunner:
     """Runs passes with the measurements, the cache and the recipe of a run."""
