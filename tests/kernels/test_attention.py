@@ -486,6 +486,49 @@ def test_interleaved_codes_give_the_bits_of_rows(isa: str, dim: int) -> None:
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("block", [4, 16, 32])
+@pytest.mark.parametrize(("dim", "v_dim"), [(64, 64), (72, 48), (40, 16), (144, 80)])
+def test_every_written_token_has_the_bytes_of_the_reference(
+    isa: str, threads: int, block: int, dim: int, v_dim: int
+) -> None:
+    """Runs of tokens that begin and end anywhere in a line of 16; numbers that are none have the bytes of a token alone."""
+    native.set_isa(isa)
+    torch.set_num_threads(threads)
+    case = Case((300, 61, 17), (0, 0, 0), 2, 1, dim, v_dim, block, int8=True)
+    written, expected = World(case), World(case)
+    for s, length in enumerate(case.lengths):
+        expected.fill(s, length)
+    written.call(attention, [(0, 0, 300), (1, 0, 7), (2, 0, 16)])
+    written.call(attention, [(1, 7, 61), (2, 16, 17)])
+    assert torch.equal(written.k_cache, expected.k_cache)
+    assert torch.equal(written.v_cache, expected.v_cache)
+
+    for world in (written, expected):
+        world.k[0][40, 0, 3], world.v[0][20, 1, 5], world.v[0][21, 0, 9] = torch.tensor(
+            [torch.nan, torch.inf, 1e-42]
+        )
+    written.call(attention, [(0, 0, 300)])
+    for t in range(300):
+        expected.call(attention, [(0, t, t + 1)])
+    assert torch.equal(written.k_cache, expected.k_cache)
+    assert torch.equal(written.v_cache, expected.v_cache)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("length", [40, 600])
+def test_a_sequence_without_new_tokens_beside_one_of_two(isa: str, int8: bool, length: int) -> None:
+    """As many new tokens as sequences, and not one of each; the second token sees the first."""
+    native.set_isa(isa)
+    world = World(Case((length, length), (length - 2, length), group=3, int8=int8, block=16))
+    world.fill(0, length - 2)
+    world.fill(1, length)
+    rows = world.call(attention, [(1, length, length), (0, length - 2, length)])
+    assert torch.equal(rows, World(world.case).call(attention, [(0, 0, length)])[-2:])
+
+
 def test_an_int8_row_is_its_values_and_their_scale() -> None:
     x = torch.randn(5, 3, 6, generator=torch.Generator().manual_seed(0))
     rows = reference.quantize_kv(x)

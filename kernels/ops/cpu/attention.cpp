@@ -41,6 +41,7 @@ constexpr int kSplit = 256;
 constexpr int kMaxTileRows = 16;  // of the blocks of attention_tile.h
 constexpr int kMaxRows = 192;     // rows of an item: enough to pay for transposing the keys
 constexpr int kSplitRows = 24;    // items of more rows are cut along the keys only where there are fewer than threads
+constexpr int kTurns = 4;  // of a thread: from here on it takes all heads of a split, which are neighbours in memory
 constexpr int kCutItems = 64;     // where there are more items they are parallel enough, and parts would cost memory
 constexpr int64_t kWorkAThread = 400'000;  // multiply-adds for which another thread pays: 10 us or so
 constexpr int64_t kWritesAThread = 65'536;   // the same for floats written to the cache
@@ -61,6 +62,7 @@ struct Problem : AttentionArgs {
     bool sparse;           // blocks of queries may choose tiles
     bool latent;           // values are parts of keys: v_cache is k_cache
     bool interleaved;      // int8 codes lie in the order of the products; see attention_lines.h
+    bool writes_late;      // each sequence has one new token, which no item but its own reads
 };
 
 struct Item {
@@ -68,6 +70,7 @@ struct Item {
     int64_t token, position;  // of its first query: row of the batch, position in the sequence
     int64_t prefix = 0;       // tokens of a tree's sequence before this call
     bool is_tree = false;     // rows are nodes of a tree in preorder, stored in this order behind the prefix
+    bool writes = false;      // the one query's key and value are yet to be written, by the task that reads them
     const int* path = nullptr;  // of a branch: the node at each depth, up to the last query's
 };
 
@@ -324,12 +327,12 @@ Item branch_of(const Problem& p, const Item& item, int row, std::vector<int>& pa
     for (int64_t t = first - 1; t >= start && missing; --t)
         if (depth_of(p, item.sequence, t) == missing - 1) path[--missing] = static_cast<int>(t - start);
     for (int i = 0; i < count; ++i) path[depth + i] = static_cast<int>(first + i - start);
-    return {item.sequence, item.kv_head, count, first, item.prefix + depth, item.prefix, false, path.data()};
+    return {item.sequence, item.kv_head, count, first, item.prefix + depth, item.prefix, false, false, path.data()};
 }
 
 // The entry points of attention_tile.h.
 struct Functions {
-    void (*write)(const Problem&, int64_t);
+    void (*write)(const Problem&, int64_t first, int64_t stop);
     void (*all)(const Problem&, const Item&, Scratch&);
     void (*part)(const Problem&, const Item&, int64_t, const Sums&, Scratch&);
     void (*merge)(const Problem&, const Item&, float*, Scratch&);
@@ -370,7 +373,7 @@ void add_range(const Problem& p, int sequence, int64_t prefix, int64_t from, int
     for (int64_t first = from + (to - from - 1) / tokens * tokens; first >= from; first -= tokens) {
         const int size = static_cast<int>(to - first < tokens ? to - first : tokens);
         for (int head = 0; head < p.kv_heads; ++head)
-            schedule.items.push_back({sequence, head, size, start + first, first, prefix, tree});
+            schedule.items.push_back({sequence, head, size, start + first, first, prefix, tree, p.writes_late});
     }
 }
 
@@ -440,7 +443,7 @@ void run_task(const Problem& p, Schedule& s, const Functions& f, const Task& tas
 }
 
 void run_alone(const Problem& p, Schedule& s, const Functions& f, float* parts) {
-    for (int64_t t = 0; p.slots && t < p.tokens; ++t) f.write(p, t);
+    if (p.slots && !p.writes_late) f.write(p, 0, p.tokens);
     Scratch scratch = scratch_of_thread(p, s.max_rows);
     for (size_t i = 0; i < s.tasks.size(); ++i) {
         scratch.following = first_tile(p, s, i + 1);
@@ -450,14 +453,15 @@ void run_alone(const Problem& p, Schedule& s, const Functions& f, float* parts) 
 
 void run_together(const Problem& p, Schedule& s, const Functions& f, float* parts, int threads) {
     const bool write_alone = p.tokens * p.kv_heads * (p.dim + (p.latent ? 0 : p.v_dim)) < kWritesAThread;
-    const auto write = [&](int64_t first, int64_t last) {
-        for (int64_t t = first; t < last; ++t) f.write(p, t);
-    };
-    if (p.slots) parallel_for(p.tokens, even_chunk(p.tokens, threads), write_alone ? 1 : threads, write);
-    parallel_for(static_cast<int64_t>(s.tasks.size()), 1, threads, [&](int64_t first, int64_t last) {
+    const auto write = [&](int64_t first, int64_t last) { f.write(p, first, last); };
+    const int64_t chunk = (even_chunk(p.tokens, threads) + kLanes - 1) / kLanes * kLanes;  // lines of interleaved codes
+    if (p.slots && !p.writes_late) parallel_for(p.tokens, chunk, write_alone ? 1 : threads, write);
+    const int64_t tasks = static_cast<int64_t>(s.tasks.size());
+    const int64_t at_once = tasks >= kTurns * threads * p.kv_heads ? p.kv_heads : 1;
+    parallel_for(tasks, at_once, threads, [&](int64_t first, int64_t last) {
         Scratch scratch = scratch_of_thread(p, s.max_rows);
-        for (int64_t i = first; i < last; ++i) {
-            scratch.following = first_tile(p, s, i + threads);  // tasks take about as long, so threads take turns
+        for (int64_t i = first; i < last; ++i) {  // ranges take about as long, so threads take turns
+            scratch.following = first_tile(p, s, i + 1 < last ? i + 1 : first + threads * at_once);
             run_task(p, s, f, s.tasks[i], parts, scratch);
         }
     });
@@ -485,6 +489,8 @@ Problem problem_of(const AttentionArgs& args) {
         p.v_scale = args.dim;
     }
     p.interleaved = interleaves(args);
+    p.writes_late = args.slots != nullptr;
+    for (int s = 0; s < args.sequences; ++s) p.writes_late &= args.query_start[s + 1] - args.query_start[s] == 1;
     return p;
 }
 

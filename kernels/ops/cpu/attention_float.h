@@ -104,7 +104,7 @@ struct OnFloat {
 
     // The tile's keys and values, for as many rows.
     OPTKIT_TARGET static void pack_tile(const Problem& p, int rows, int count, Scratch& scratch) {
-        transpose_words<S>(p, p.dim, count, false, scratch);
+        transpose_words(p, p.dim, count, false, scratch);
         if (rows > kRows || p.v_dim % kLanes) copy_values(p, count, scratch);
     }
 

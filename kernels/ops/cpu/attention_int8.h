@@ -7,7 +7,7 @@
 //
 // The scale of a value is part of the score, as its logarithm: the exponential gives the weight times the scale, whose
 // largest is known before any exponential is computed. The sum of the weights divides by the scale again.
-//   Scratch.q         [rows / kRows][2][D / 4][kRows]  halves of four numbers of a query (simd_int8.h)
+//   Scratch.q         [rows][2][D to 16]             halves of the numbers of a query (simd_int8.h)
 //   Scratch.q_scale   [rows]                         what a query's step is worth, in exponents of 2
 //   Scratch.q_sums    [rows]                         what undoes the zero point of keys: times the sum of a query
 //   Scratch.k         [D / 4][64]                    words of four bytes of a key, with their zero point: a vector holds 16 keys
@@ -63,19 +63,25 @@ OPTKIT_TARGET OPTKIT_INLINE void add_dots(I::Ints (&acc)[R][NV], const uint8_t* 
                                           const uint32_t* const (&b)[NV], const uint32_t* const (&next)[NV],
                                           int64_t b_word, int words) {
     using Kind = I::Dot<bytes, half>;
+    constexpr int kThrees = (R + 2) / 3;  // rows are addressed in threes: x86 has a + 2 * stride
+    const uint8_t* three[kThrees];
+#pragma GCC unroll 8
+    for (int i = 0; i < kThrees; ++i) three[i] = a + 3 * i * a_row;
     int64_t at = 0;
-    for (int w = 0; w < words; ++w, a += a_word, at += b_word) {
+    for (int w = 0; w < words; ++w, at += b_word) {
         typename Kind::Column column[NV];
 #pragma GCC unroll 8
         for (int n = 0; n < NV; ++n) column[n] = Kind::column(b[n] + at);
 #pragma GCC unroll 8
-        for (int n = 0; AHEAD && n < NV; ++n) __builtin_prefetch(next[n] + at, 0, 2);
+        for (int n = 0; AHEAD && n < NV; ++n) __builtin_prefetch(next[n] + at, 0, 3);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            const typename Kind::Row row = Kind::row(word_at<uint32_t>(a + r * a_row));
+            const typename Kind::Row row = Kind::row(word_at<uint32_t>(three[r / 3] + r % 3 * a_row));
 #pragma GCC unroll 8
             for (int n = 0; n < NV; ++n) acc[r][n] = Kind::add(acc[r][n], row, column[n]);
         }
+#pragma GCC unroll 8
+        for (int i = 0; i < kThrees; ++i) three[i] += a_word;
     }
 }
 
@@ -88,24 +94,23 @@ OPTKIT_TARGET OPTKIT_INLINE void begin_sums(I::Ints (&acc)[R][NV], const int32_t
         for (int n = 0; n < NV; ++n) acc[r][n] = I::all(start ? start[r] : 0);
 }
 
-// scores[r][0..16 NV) = q[.][r] . k[n][.][0..16), times both scales, plus `v_log`. A query's second halves lie behind all
-// first ones.
+// scores[r][0..16 NV) = q[r] . k[n][.][0..16), times both scales, plus `v_log`. The second halves of a query lie `half` bytes
+// behind the first ones.
 template <bool AHEAD, int R, int NV>
-OPTKIT_TARGET void score_int8_tile(const uint8_t* q, const uint32_t* const* k, const uint32_t* const* next,
+OPTKIT_TARGET void score_int8_tile(const uint8_t* q, int64_t half, const uint32_t* const* k, const uint32_t* const* next,
                                    int64_t k_step, int words, const float* q_scale, const int32_t* q_sums,
                                    const float* k_scale, const float* v_log, float* scores) {
-    constexpr int word = R * sizeof(uint32_t);
     const uint32_t *lines[NV], *after[NV];
 #pragma GCC unroll 8
     for (int n = 0; n < NV; ++n) lines[n] = k[n], after[n] = next[n];
     I::Ints acc[R][NV];
     begin_sums(acc, nullptr);
-    add_dots<Bytes::keys, 0, AHEAD>(acc, q, sizeof(uint32_t), word, lines, after, k_step, words);
+    add_dots<Bytes::keys, 0, AHEAD>(acc, q, 2 * half, sizeof(uint32_t), lines, after, k_step, words);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
         for (int n = 0; n < NV; ++n) acc[r][n] = I::add(I::between_halves(acc[r][n]), I::all(q_sums[r]));
-    add_dots<Bytes::keys, 1, false>(acc, q + words * word, sizeof(uint32_t), word, lines, lines, k_step, words);
+    add_dots<Bytes::keys, 1, false>(acc, q + half, 2 * half, sizeof(uint32_t), lines, lines, k_step, words);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
@@ -116,14 +121,14 @@ OPTKIT_TARGET void score_int8_tile(const uint8_t* q, const uint32_t* const* k, c
 }
 
 template <bool AHEAD, int R, int NV = S::tile_vecs>
-OPTKIT_TARGET void score_int8_block(const uint8_t* q, const uint32_t* const* k, const uint32_t* const* next,
+OPTKIT_TARGET void score_int8_block(const uint8_t* q, int64_t half, const uint32_t* const* k, const uint32_t* const* next,
                                     int64_t k_step, int words, const float* q_scale, const int32_t* q_sums,
                                     const float* k_scale, const float* v_log, int vecs, float* scores) {
     constexpr int N = NV * kLanes;
     for (; vecs >= NV; vecs -= NV, k += NV, next += NV, k_scale += N, v_log += N, scores += N)
-        score_int8_tile<AHEAD, R, NV>(q, k, next, k_step, words, q_scale, q_sums, k_scale, v_log, scores);
+        score_int8_tile<AHEAD, R, NV>(q, half, k, next, k_step, words, q_scale, q_sums, k_scale, v_log, scores);
     if constexpr (NV > 1)
-        score_int8_block<AHEAD, R, NV - 1>(q, k, next, k_step, words, q_scale, q_sums, k_scale, v_log, vecs, scores);
+        score_int8_block<AHEAD, R, NV - 1>(q, half, k, next, k_step, words, q_scale, q_sums, k_scale, v_log, vecs, scores);
 }
 
 // acc[r][n] += the sum over fours of keys from `start` to `stop` of weights of row r times 16 values from `column` + 16 n on.
@@ -244,23 +249,59 @@ OPTKIT_TARGET OPTKIT_INLINE RowWeights<R> weigh_scores(const float* scores, int 
     return found;
 }
 
+// Word d of the result: byte d of four rows of `dim` bytes.
+OPTKIT_TARGET OPTKIT_INLINE void interleave_rows(const char* const* rows, int dim, uint32_t* to) {
+    int d = 0;
+    for (; d + 4 * kLanes <= dim; d += 4 * kLanes) I::interleave_64(rows, d, to + d);
+    for (; d + kLanes <= dim; d += kLanes) I::store(to + d, I::interleave(rows, d));
+    if (d == dim) return;
+    char tails[4][kLanes] = {};
+    const char* tail_of[4];
+    for (int i = 0; i < 4; ++i) {
+        std::memcpy(tails[i], rows[i] + d, dim - d);
+        tail_of[i] = tails[i];
+    }
+    I::store(to + d, I::interleave(tail_of, 0));
+}
+
+// Sixteen numbers of x [D] from `d` on, zeros past the last.
+OPTKIT_TARGET OPTKIT_INLINE S::Vec numbers_at(const float* x, int dim, int d) {
+    return d + kLanes <= dim ? S::load(x + d) : S::load_some(x + d, dim - d);
+}
+
+// The largest |x| (`largest`) of each of up to 16 rows x[r] [D], in lane r. Rows that are folded side by side don't wait for
+// each other.
+template <class Vectors>
+OPTKIT_TARGET OPTKIT_INLINE S::Vec largest_of_rows(const float* const* x, int count, int dim) {
+    if constexpr (Vectors::folds_rows) {
+        S::Vec rows[kLanes];
+        for (int r = 0; r < kLanes; ++r) {
+            rows[r] = S::all(0.0f);
+            for (int d = 0; r < count && d < dim; d += kLanes)
+                rows[r] = Vectors::larger_bits(rows[r], S::abs(numbers_at(x[r], dim, d)));
+        }
+        return Vectors::largest_bits_each(rows);
+    } else {
+        float most[kLanes] = {};
+        for (int r = 0; r < count; ++r) most[r] = largest(x[r], dim);
+        return S::load(most);
+    }
+}
+
 struct OnInt8 {
     OPTKIT_TARGET static void pack_queries(const Problem& p, const Item& item, Scratch& scratch) {
-        const int rows = item.count * p.group, words = p.depth / 4;
-        uint8_t *first = scratch.halves, *second = first + p.depth_bytes;
-        uint32_t* to = reinterpret_cast<uint32_t*>(scratch.q);
-        constexpr int AHEAD = 6;  // rows of a long prompt lie in a far cache
-        for (int row = 0; row < rows; ++row) {
-            const float* later = query_of(p, item, std::min(row + AHEAD, rows - 1));
-            for (int d = 0; d < p.dim; d += kLanes) __builtin_prefetch(later + d);
-            const int block = row / kRows * kRows, in_block = rows - block < kRows ? rows - block : kRows;
-            const float step = round_query(query_of(p, item, row), p, first, second, scratch.q_sums[row]);
-            scratch.q_scale[row] = step * p.to_exp2;
-            uint32_t* at = to + 2 * words * block + row - block;
-            for (int w = 0; w < words; ++w) {
-                at[w * in_block] = word_at<uint32_t>(first + 4 * w);
-                at[(words + w) * in_block] = word_at<uint32_t>(second + 4 * w);
+        const int rows = item.count * p.group;
+        uint8_t* to = reinterpret_cast<uint8_t*>(scratch.q);
+        const float *x[kLanes], *later[kLanes];
+        for (int r = 0; r < std::min(rows, kLanes); ++r) later[r] = query_of(p, item, r);
+        for (int row = 0; row < rows; row += kLanes, to += kLanes * query_bytes(p)) {
+            const int count = std::min(rows - row, kLanes), next = std::min(rows - row - count, kLanes);
+            std::copy_n(later, count, x);
+            for (int r = 0; r < next; ++r) {  // rows of a long prompt lie in a far cache
+                later[r] = query_of(p, item, row + kLanes + r);
+                for (int d = 0; d < p.dim; d += kLanes) __builtin_prefetch(later[r] + d);
             }
+            round_queries<S>(x, count, p, to, scratch.q_scale + row, scratch.q_sums + row);
         }
     }
 
@@ -286,8 +327,8 @@ struct OnInt8 {
     template <int R, bool AHEAD>
     OPTKIT_TARGET static void attend(const Problem& p, const Block& block, Scratch& scratch, const Sums& sums) {
         const int words = p.depth / 4;
-        const auto* q = reinterpret_cast<const uint8_t*>(scratch.q) + 8 * words * block.first_row;
-        score_int8_block<AHEAD, R>(q, scratch.key_lines.of, scratch.next_keys.of, scratch.key_lines.step, words,
+        const auto* q = reinterpret_cast<const uint8_t*>(scratch.q) + query_bytes(p) * block.first_row;
+        score_int8_block<AHEAD, R>(q, p.depth_bytes, scratch.key_lines.of, scratch.next_keys.of, scratch.key_lines.step, words,
                                    scratch.q_scale + block.first_row, scratch.q_sums + block.first_row, scratch.k_scale,
                                    p.softcap > 0 ? scratch.zeros : scratch.v_log, block.vecs, scratch.scores);
         if (p.softcap > 0) soft_cap(scratch.scores, R, block.vecs, p.softcap, scratch.v_log);
@@ -304,14 +345,7 @@ struct OnInt8 {
     OPTKIT_TARGET static float round_query(const float* x, const Problem& p, uint8_t* first, uint8_t* second,
                                            int32_t& sum) {
         const float most = largest(x, p.dim), inverse = most > 0 ? kQuerySteps / most : 0.0f;
-        I::Ints sums = I::all(0);
-        for (int d = 0; d < p.dim; d += kLanes) {
-            const S::Vec numbers = d + kLanes <= p.dim ? S::load(x + d) : S::load_some(x + d, p.dim - d);
-            const I::Ints steps = I::rounded(S::mul(numbers, S::all(inverse)));
-            I::store_query(first + d, second + d, steps);
-            sums = I::add(sums, steps);
-        }
-        sum = without_zero(sums, I::key_zero);
+        sum = without_zero(round_numbers(x, p, inverse, first, second), I::key_zero);
         return most / kQuerySteps;
     }
 
@@ -325,9 +359,47 @@ struct OnInt8 {
     }
 
   private:
+    // Bytes of a row of Scratch.q.
+    OPTKIT_INLINE static int64_t query_bytes(const Problem& p) { return int64_t{2} * p.depth_bytes; }
+
+    // Halves of x [D] times `inverse`, rounded; gives the sums of the numbers of each lane.
+    OPTKIT_TARGET OPTKIT_INLINE static I::Ints round_numbers(const float* x, const Problem& p, float inverse, uint8_t* first,
+                                                             uint8_t* second) {
+        I::Ints sums = I::all(0);
+        for (int d = 0; d < p.dim; d += kLanes) {
+            const I::Ints steps = I::rounded(S::mul(numbers_at(x, p.dim, d), S::all(inverse)));
+            I::store_query(first + d, second + d, steps);
+            sums = I::add(sums, steps);
+        }
+        return sums;
+    }
+
+    // round_query of up to 16 rows, into rows of Scratch.q.
+    template <class Vectors>
+    OPTKIT_TARGET OPTKIT_INLINE static void round_queries(const float* const* x, int count, const Problem& p, uint8_t* to,
+                                                          float* q_scale, int32_t* q_sums) {
+        if constexpr (Vectors::folds_rows) {
+            const S::Vec most = largest_of_rows<S>(x, count, p.dim), steps = S::all(kQuerySteps), none = S::all(0.0f);
+            float inverse[kLanes];
+            S::store(inverse, S::where_less(none, most, S::div(steps, most), none));
+            S::store_some(q_scale, S::mul(S::div(most, steps), S::all(p.to_exp2)), count);
+            S::Vec rows[kLanes];
+            for (int r = 0; r < count; ++r, to += query_bytes(p))
+                rows[r] = (S::Vec)round_numbers(x[r], p, inverse[r], to, to + p.depth_bytes);
+            for (int r = count; r < kLanes; ++r) rows[r] = none;
+            int32_t sums[kLanes];
+            I::store(sums, (I::Ints)Vectors::sum_bits_each(rows));
+            for (int r = 0; r < count; ++r)
+                q_sums[r] = static_cast<int32_t>(-uint32_t{I::key_zero} * static_cast<uint32_t>(sums[r]));
+        } else {
+            for (int r = 0; r < count; ++r, to += query_bytes(p))
+                q_scale[r] = round_query(x[r], p, to, to + p.depth_bytes, q_sums[r]) * p.to_exp2;
+        }
+    }
+
     // Rows of keys, with their zero point or signed, and of values.
     OPTKIT_TARGET static void pack_rows(const Problem& p, int count, Scratch& scratch, bool zero_point) {
-        transpose_words<S>(p, p.depth / 4, count, zero_point, scratch);
+        transpose_words(p, p.depth / 4, count, zero_point, scratch);
         for (int j = 0; j < count; j += kLanes)
             if (read_scales(j, scratch))
                 for (int i = j; i < j + kLanes; ++i)
@@ -419,17 +491,7 @@ struct OnInt8 {
             const char* rows[4];
             for (int i = 0; i < 4; ++i)
                 rows[i] = j + i < count ? scratch.values[j + i] : reinterpret_cast<const char*>(scratch.zeros);
-            int d = 0;
-            for (; d + 4 * kLanes <= p.v_dim; d += 4 * kLanes) I::interleave_64(rows, d, to + d);
-            for (; d + kLanes <= p.v_dim; d += kLanes) I::store(to + d, I::interleave(rows, d));
-            if (d < p.v_dim) {
-                char tails[4][kLanes] = {};
-                for (int i = 0; i < 4; ++i) {
-                    std::memcpy(tails[i], rows[i] + d, p.v_dim - d);
-                    rows[i] = tails[i];
-                }
-                I::store(to + d, I::interleave(rows, 0));
-            }
+            interleave_rows(rows, p.v_dim, to);
         }
     }
 };

@@ -73,33 +73,38 @@ OPTKIT_TARGET inline void mask_block(const Problem& p, const Block& block, float
 // Sixteen words of bytes, signed to unsigned or back.
 OPTKIT_TARGET OPTKIT_INLINE void flip_signs(void* words) { I::store(words, I::flip_signs(I::load(words))); }
 
-// Scratch.k [words][64] from `count` keys of so many words, with `flip` of unsigned bytes; the rest of the last vector is
-// zero. Asks for as many tokens of the next tile. `Vectors` is S: what depends on it is compiled for one that has it.
+// Word w of rows[r], XOR `flip` in all bytes, to to[w * stride + r] of 16 rows of so many words, whose pointers move to their
+// end. `Vectors` is S: what depends on it is compiled for one that has it.
 template <class Vectors>
+OPTKIT_TARGET OPTKIT_INLINE void transpose_rows(const char* (&rows)[kLanes], int words, float* to, int64_t stride, bool flip) {
+    int w = 0;
+    if constexpr (Vectors::transposes_lines)
+        for (; w + kLanes <= words; w += kLanes, to += kLanes * stride) {
+            Vectors::transpose_lines(rows, to, static_cast<int>(stride), flip ? 0x80808080u : 0u);
+            for (auto& row : rows) row += kLanes * sizeof(float);
+        }
+    for (; w + 4 <= words; w += 4, to += 4 * stride) {
+        S::Vec columns[4];
+        S::transpose(rows, columns);
+        for (int c = 0; c < 4; ++c) S::store(to + c * stride, columns[c]);
+        for (int c = 0; flip && c < 4; ++c) flip_signs(to + c * stride);
+        for (auto& row : rows) row += 4 * sizeof(float);
+    }
+    for (; w < words; ++w, to += stride) {
+        for (int i = 0; i < kLanes; ++i, rows[i - 1] += sizeof(float)) std::memcpy(to + i, rows[i], sizeof(float));
+        if (flip) flip_signs(to);
+    }
+}
+
+// Scratch.k [words][64] from `count` keys of so many words, with `flip` of unsigned bytes; the rest of the last vector is
+// zero. Asks for as many tokens of the next tile.
 OPTKIT_TARGET inline void transpose_words(const Problem& p, int words, int count, bool flip, Scratch& scratch) {
     for (int j = 0; j < count; j += kLanes) {
         const char* rows[kLanes];
         for (int i = 0; i < kLanes; ++i)
             rows[i] = j + i < count ? scratch.keys[j + i] : reinterpret_cast<const char*>(scratch.zeros);
         fetch(p, scratch, kLanes);
-        float* to = scratch.k + j;
-        int w = 0;
-        if constexpr (Vectors::transposes_lines)
-            for (; w + kLanes <= words; w += kLanes, to += kLanes * kTile) {
-                Vectors::transpose_lines(rows, to, kTile, flip ? 0x80808080u : 0u);
-                for (auto& row : rows) row += kLanes * sizeof(float);
-            }
-        for (; w + 4 <= words; w += 4, to += 4 * kTile) {
-            S::Vec columns[4];
-            S::transpose(rows, columns);
-            for (int c = 0; c < 4; ++c) S::store(to + c * kTile, columns[c]);
-            for (int c = 0; flip && c < 4; ++c) flip_signs(to + c * kTile);
-            for (auto& row : rows) row += 4 * sizeof(float);
-        }
-        for (; w < words; ++w, to += kTile) {
-            for (int i = 0; i < kLanes; ++i, rows[i - 1] += sizeof(float)) std::memcpy(to + i, rows[i], sizeof(float));
-            if (flip) flip_signs(to);
-        }
+        transpose_rows<S>(rows, words, scratch.k + j, kTile, flip);
     }
 }
 
@@ -184,10 +189,105 @@ OPTKIT_TARGET inline void release(const Problem& p, const Item& item) {
 #endif
 }
 
+// Sixteen heads' keys or values [D], rounded, into codes [16][D], signed ones with `is_value`; and their scales.
+OPTKIT_TARGET OPTKIT_INLINE void quantize_rows(const float* const* x, int dim, bool is_value, uint8_t* codes, float* scales) {
+    float most[kLanes];
+    S::store(most, largest_of_rows<S>(x, kLanes, dim));
+    for (int r = 0; r < kLanes; ++r, codes += dim) {
+        quantize_by(x[r], dim, most[r], codes, scales + r);
+        if (is_value)
+            for (int d = 0; d < dim; ++d) codes[d] ^= 0x80;  // from zero point 128 to 0
+    }
+}
+
+// K and V of 16 new tokens from `token` on, a head of each, into a whole line of interleaved codes (attention_lines.h).
+OPTKIT_TARGET inline void write_line(const Problem& p, int64_t token, int h) {
+    const int64_t block = p.slots[token] / p.block_size, at = p.slots[token] % p.block_size;
+    char *keys = key_codes(p, block, h), *values = value_codes(p, block, h);
+    thread_local GrowingMemory buffer;
+    uint8_t* codes = buffer.at_least<uint8_t>(kLanes * std::max(p.dim, p.v_dim));
+    const float* rows[kLanes];
+    const char* codes_of[kLanes];
+    float scales[kLanes];
+    for (int r = 0; r < kLanes; ++r) {
+        rows[r] = p.k + (token + r) * p.k_token + h * p.k_head;
+        codes_of[r] = reinterpret_cast<const char*>(codes) + r * p.dim;
+    }
+    quantize_rows(rows, p.dim, false, codes, scales);
+    std::memcpy(scale_of(p, keys, p.dim, at), scales, sizeof scales);
+    transpose_rows<S>(codes_of, p.dim / 4, reinterpret_cast<float*>(key_word(keys, at)), p.block_size, false);
+    for (int r = 0; r < kLanes; ++r) {
+        rows[r] = p.v + (token + r) * p.v_token + h * p.v_head;
+        codes_of[r] = reinterpret_cast<const char*>(codes) + r * p.v_dim;
+    }
+    quantize_rows(rows, p.v_dim, true, codes, scales);
+    std::memcpy(scale_of(p, values, p.v_dim, at), scales, sizeof scales);
+    for (int r = 0; r < kLanes; r += 4)
+        interleave_rows(codes_of + r, p.v_dim, reinterpret_cast<uint32_t*>(value_word(p, values, at + r)));
+}
+
+// One head's key or value of a new token, rounded, into the interleaved codes of a block; signed codes are those of values.
+OPTKIT_TARGET inline void write_codes(const float* from, int dim, char* word, int64_t step, bool is_value, char* scale_at) {
+    thread_local GrowingMemory buffer;
+    uint8_t* codes = buffer.at_least<uint8_t>(dim);
+    float scale;
+    quantize_group(from, dim, codes, &scale);
+    std::memcpy(scale_at, &scale, sizeof scale);
+    if (is_value)
+        for (int d = 0; d < dim; ++d) word[d * step] = static_cast<char>(codes[d] ^ 0x80);  // from zero point 128 to 0
+    else
+        for (int d = 0; d < dim; d += 4) std::memcpy(word + d * step, codes + d, 4);
+}
+
+// One head of a new token into its row of the pool.
+OPTKIT_TARGET inline void write_row(const Problem& p, const float* from, int dim, char* to) {
+    if (!p.int8_cache) {
+        std::memcpy(to, from, dim * sizeof(float));
+        return;
+    }
+    float scale;
+    quantize_group(from, dim, reinterpret_cast<uint8_t*>(to), &scale);
+    for (int d = 0; d < dim; ++d) to[d] ^= '\x80';  // from zero point 128 to 0
+    std::memcpy(to + dim, &scale, sizeof scale);
+}
+
+// True where the 16 tokens from `token` on, before `stop`, fill a line of a block.
+inline bool fills_line(const Problem& p, int64_t token, int64_t stop) {
+    if (stop - token < kLanes || p.slots[token] % kLanes != 0) return false;
+    for (int i = 1; i < kLanes; ++i)
+        if (p.slots[token + i] != p.slots[token] + i) return false;
+    return true;
+}
+
+// A head of K and V of a new token into its slot.
+OPTKIT_TARGET inline void write_head(const Problem& p, int64_t token, int h) {
+    const float *key = p.k + token * p.k_token + h * p.k_head, *value = p.v + token * p.v_token + h * p.v_head;
+    if (p.interleaved) {
+        const int64_t block = p.slots[token] / p.block_size, at = p.slots[token] % p.block_size;
+        char *keys = key_codes(p, block, h), *values = value_codes(p, block, h);
+        write_codes(key, p.dim, key_word(keys, at), p.block_size, false, scale_of(p, keys, p.dim, at));
+        write_codes(value, p.v_dim, value_word(p, values, at) + at % 4, 4, true, scale_of(p, values, p.v_dim, at));
+        return;
+    }
+    const int64_t row = p.slots[token] * p.kv_heads + h;
+    write_row(p, key, p.dim, static_cast<char*>(p.k_cache) + row * p.k_row);
+    if (!p.latent) write_row(p, value, p.v_dim, static_cast<char*>(p.v_cache) + row * p.v_row);
+}
+
+// K and V of the new tokens [first, stop) into their slots.
+OPTKIT_TARGET inline void write_kv(const Problem& p, int64_t first, int64_t stop) {
+    while (first < stop) {
+        const bool whole = p.interleaved && fills_line(p, first, stop);
+        for (int h = 0; h < p.kv_heads; ++h) whole ? write_line(p, first, h) : write_head(p, first, h);
+        first += whole ? kLanes : 1;
+    }
+}
+
 // All rows of the item against the tiles of keys from `begin` on, up to `stop` or the end of a split; the thread reads
 // `after` then. Gives the position after the last tile.
 OPTKIT_TARGET inline int64_t attend_tiles(const Problem& p, const Item& item, int64_t begin, int64_t stop, const Tile& after,
                                        Scratch& scratch, const Sums& sums) {
+    if (item.writes && stop == item.position + item.count) write_head(p, item.token, item.kv_head);
 #ifdef OPTKIT_TILES
     if (OnTiles::takes(p, item)) return OnTiles::attend_tiles(p, item, begin, stop, scratch, sums);
 #endif
@@ -287,13 +387,14 @@ OPTKIT_TARGET inline void finish(const Problem& p, const Item& item, const Sums&
 // A whole item: its splits one after another.
 OPTKIT_TARGET inline void attend_all(const Problem& p, const Item& item, Scratch& scratch) {
     pack_queries(p, item, scratch);
-    clear(p, item, scratch.total);
     scratch.selected = is_sparse(p, item) ? select_tiles(p, item, scratch) : nullptr;
+    bool is_first = true;  // the sums of one split need no merging
     for (int64_t split = first_split(p, item); split <= last_split(item); ++split) {
         if (!reads_split(item, split, scratch)) continue;
         const Tile after = split < last_split(item) ? Tile{&item, (split + 1) * kSplit, p.k_cache} : scratch.following;
-        attend_split(p, item, split, after, scratch, scratch.part);
-        merge(p, item, scratch.part, scratch.total);
+        attend_split(p, item, split, after, scratch, is_first ? scratch.total : scratch.part);
+        if (!is_first) merge(p, item, scratch.part, scratch.total);
+        is_first = false;
     }
     release(p, item);
     finish(p, item, scratch.total);
@@ -314,54 +415,6 @@ OPTKIT_TARGET inline void merge_parts(const Problem& p, const Item& item, float*
     for (int64_t split = first_split(p, item); split <= last_split(item); ++split)
         merge(p, item, part_of(p, item, parts, split), scratch.total);
     finish(p, item, scratch.total);
-}
-
-// One head's key or value of a new token, rounded, into the interleaved codes of a block; signed codes are those of values.
-OPTKIT_TARGET inline void write_codes(const float* from, int dim, char* word, int64_t step, bool is_value, char* scale_at) {
-    thread_local GrowingMemory buffer;
-    uint8_t* codes = buffer.at_least<uint8_t>(dim);
-    float scale;
-    quantize_group(from, dim, codes, &scale);
-    std::memcpy(scale_at, &scale, sizeof scale);
-    if (is_value)
-        for (int d = 0; d < dim; ++d) word[d * step] = static_cast<char>(codes[d] ^ 0x80);  // from zero point 128 to 0
-    else
-        for (int d = 0; d < dim; d += 4) std::memcpy(word + d * step, codes + d, 4);
-}
-
-// One head of a new token into its row of the pool.
-OPTKIT_TARGET inline void write_row(const Problem& p, const float* from, int dim, char* to) {
-    if (!p.int8_cache) {
-        std::memcpy(to, from, dim * sizeof(float));
-        return;
-    }
-    float scale;
-    quantize_group(from, dim, reinterpret_cast<uint8_t*>(to), &scale);
-    for (int d = 0; d < dim; ++d) to[d] ^= '\x80';  // from zero point 128 to 0
-    std::memcpy(to + dim, &scale, sizeof scale);
-}
-
-// K and V of a new token into its slot of interleaved codes.
-OPTKIT_TARGET inline void write_lines(const Problem& p, int64_t token) {
-    const int64_t block = p.slots[token] / p.block_size, at = p.slots[token] % p.block_size;
-    for (int h = 0; h < p.kv_heads; ++h) {
-        char *keys = key_codes(p, block, h), *values = value_codes(p, block, h);
-        write_codes(p.k + token * p.k_token + h * p.k_head, p.dim, key_word(keys, at), p.block_size, false,
-                    scale_of(p, keys, p.dim, at));
-        write_codes(p.v + token * p.v_token + h * p.v_head, p.v_dim, value_word(p, values, at) + at % 4, 4, true,
-                    scale_of(p, values, p.v_dim, at));
-    }
-}
-
-// K and V of a new token into its slot.
-OPTKIT_TARGET inline void write_kv(const Problem& p, int64_t token) {
-    if (p.interleaved) return write_lines(p, token);
-    const int64_t slot = p.slots[token] * p.kv_heads;
-    char *k_cache = static_cast<char*>(p.k_cache), *v_cache = static_cast<char*>(p.v_cache);
-    for (int h = 0; h < p.kv_heads; ++h) {
-        write_row(p, p.k + token * p.k_token + h * p.k_head, p.dim, k_cache + (slot + h) * p.k_row);
-        if (!p.latent) write_row(p, p.v + token * p.v_token + h * p.v_head, p.v_dim, v_cache + (slot + h) * p.v_row);
-    }
 }
 
 inline Functions functions() { return {write_kv, attend_all, attend_part, merge_parts}; }

@@ -22,6 +22,7 @@ constexpr int kLanes = 16;
 #define OP static OPTKIT_AVX512 OPTKIT_INLINE
 struct Avx512 {
     using Vec = __m512;
+    typedef std::uint32_t Bits __attribute__((vector_size(64)));
     static constexpr int tile_rows = 6, tile_vecs = 4;  // of a register tile: 24 of 32 registers accumulate
     static constexpr bool transposes_lines = true, folds_rows = true;
 
@@ -68,9 +69,16 @@ struct Avx512 {
     // Lane r of the result is the sum, or the largest lane, of rows[r] for up to 16 rows: the bits of `sum` and `largest`, with
     // the rows folded beside each other. Later lanes hold any number.
     template <int R>
-    OP Vec sum_each(const Vec (&rows)[R]) { return fold_each<false>(rows); }
+    OP Vec sum_each(const Vec (&rows)[R]) { return fold_each<Sum>(rows); }
     template <int R>
-    OP Vec largest_each(const Vec (&rows)[R]) { return fold_each<true>(rows); }
+    OP Vec largest_each(const Vec (&rows)[R]) { return fold_each<Largest>(rows); }
+    // The same for lanes that hold int32.
+    template <int R>
+    OP Vec sum_bits_each(const Vec (&rows)[R]) { return fold_each<SumBits>(rows); }
+    template <int R>
+    OP Vec largest_bits_each(const Vec (&rows)[R]) { return fold_each<LargestBits>(rows); }
+    OP Vec larger_bits(Vec a, Vec b) { return (Vec)_mm512_max_epi32((__m512i)a, (__m512i)b); }
+    OP Vec sum_of_bits(Vec a, Vec b) { return (Vec)((Bits)a + (Bits)b); }
     // Four words of 16 rows, transposed: out[c] = (word c of rows[0], ..., of rows[15]).
     OP void transpose(const char* const* rows, Vec (&out)[4]) {
         const __m512 a = quads(rows, 0), b = quads(rows, 1), c = quads(rows, 2), d = quads(rows, 3);
@@ -112,9 +120,19 @@ struct Avx512 {
     }
 
   private:
-    template <bool largest>
-    OP Vec fold(Vec a, Vec b) { return largest ? max(a, b) : add(a, b); }
-    template <bool largest, int R>
+    struct Sum {
+        OP Vec of(Vec a, Vec b) { return add(a, b); }
+    };
+    struct Largest {
+        OP Vec of(Vec a, Vec b) { return max(a, b); }
+    };
+    struct SumBits {
+        OP Vec of(Vec a, Vec b) { return sum_of_bits(a, b); }
+    };
+    struct LargestBits {
+        OP Vec of(Vec a, Vec b) { return larger_bits(a, b); }
+    };
+    template <class Fold, int R>
     OP Vec fold_each(const Vec (&rows)[R]) {
         static_assert(R <= kLanes, "a lane for each row");
         constexpr int PAIRS = (R + 1) / 2, FOURS = (PAIRS + 1) / 2, EIGHTS = (FOURS + 1) / 2;
@@ -122,20 +140,20 @@ struct Avx512 {
 #pragma GCC unroll 8
         for (int i = 0; i < PAIRS; ++i) {  // 16 lanes to 8, of two rows
             const Vec a = rows[2 * i], b = rows[2 * i + 1 < R ? 2 * i + 1 : R - 1];
-            two[i] = fold<largest>(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+            two[i] = Fold::of(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
         }
 #pragma GCC unroll 4
         for (int i = 0; i < FOURS; ++i) {  // 8 to 4, of four rows
             const Vec a = two[2 * i], b = two[2 * i + 1 < PAIRS ? 2 * i + 1 : PAIRS - 1];
-            four[i] = fold<largest>(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+            four[i] = Fold::of(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
         }
 #pragma GCC unroll 2
         for (int i = 0; i < EIGHTS; ++i) {  // 4 to 2, of eight rows
             const auto a = (__m512d)four[2 * i], b = (__m512d)four[2 * i + 1 < FOURS ? 2 * i + 1 : FOURS - 1];
-            eight[i] = fold<largest>((Vec)_mm512_unpacklo_pd(a, b), (Vec)_mm512_unpackhi_pd(a, b));
+            eight[i] = Fold::of((Vec)_mm512_unpacklo_pd(a, b), (Vec)_mm512_unpackhi_pd(a, b));
         }
         const Vec a = eight[0], b = eight[EIGHTS - 1];
-        const Vec all = fold<largest>(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
+        const Vec all = Fold::of(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
         alignas(64) static constexpr std::int32_t LANES[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};  // of rows
         return _mm512_permutexvar_ps(_mm512_loadu_si512(LANES), all);
     }
