@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-import httpx
+import aiohttp
 
 from optkit.bench.client_load import ClientLoad, ClientMonitor
 from optkit.bench.records import Chunk, RequestRecord, clock
@@ -31,7 +31,7 @@ MALFORMED = (
 Result = TypeVar("Result")
 
 MOST_TOKENS = 1 << 31  # of a request, in ``usage``
-TIMEOUT = httpx.Timeout(600.0, connect=10.0)
+TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=600.0)  # seconds
 
 
 def run_workload(
@@ -67,16 +67,18 @@ async def _run(
     limit = workload.config.max_concurrency or len(workload.requests)
     slots = asyncio.Semaphore(limit)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    pool = httpx.Limits(max_connections=limit, max_keepalive_connections=limit)
     async with (
-        httpx.AsyncClient(
-            base_url=url, timeout=TIMEOUT, limits=pool, headers=headers, trust_env=False
+        aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=limit), timeout=TIMEOUT, headers=headers
         ) as http,
         ClientMonitor() as monitor,
     ):
         start = clock()
         end = math.inf if seconds is None else start + seconds
-        tasks = [_paced(http, model, turns, start, end, slots) for turns in conversations(workload.requests)]
+        tasks = [
+            _paced(http, f"{url}/v1/completions", model, turns, start, end, slots)
+            for turns in conversations(workload.requests)
+        ]
         records = [record for turns in await asyncio.gather(*tasks) for record in turns]
     return sorted(records, key=lambda record: record.index), monitor.measured()
 
@@ -91,7 +93,8 @@ def conversations(requests: Sequence[BenchRequest]) -> list[list[BenchRequest]]:
 
 
 async def _paced(
-    http: httpx.AsyncClient,
+    http: aiohttp.ClientSession,
+    url: str,
     model: str,
     turns: Sequence[BenchRequest],
     start: float,
@@ -108,37 +111,37 @@ async def _paced(
     records = []
     async with slots:
         for request in turns:
-            record = await _send_until(end, http, model, request)
+            record = await _send_until(end, http, url, model, request)
             record.scheduled, due = due, clock()
             records.append(record)
     return records
 
 
 async def _send_until(
-    end: float, http: httpx.AsyncClient, model: str, request: BenchRequest
+    end: float, http: aiohttp.ClientSession, url: str, model: str, request: BenchRequest
 ) -> RequestRecord:
     """``send``; a failure where there is no whole answer at the time ``end``."""
     if end == math.inf:
-        return await send(http, model, request)
+        return await send(http, url, model, request)
     now = clock()
     try:
-        return await asyncio.wait_for(send(http, model, request), max(end - now, 0.0))
+        return await asyncio.wait_for(send(http, url, model, request), max(end - now, 0.0))
     except TimeoutError:
         return RequestRecord(request.index, now, error="cut off at the end of the time")
 
 
-async def send(http: httpx.AsyncClient, model: str, request: BenchRequest) -> RequestRecord:
+async def send(http: aiohttp.ClientSession, url: str, model: str, request: BenchRequest) -> RequestRecord:
     """Stream a completion. ``record.error`` holds a failure, and the record keeps the times before the failure."""
     record = RequestRecord(index=request.index, send=clock())
     try:
-        async with http.stream("POST", "/v1/completions", json=body(model, request)) as response:
+        async with http.post(url, json=body(model, request)) as response:
             record.headers = clock()
-            if response.status_code != 200:
-                text = (await response.aread()).decode(errors="replace")
-                record.error = f"HTTP {response.status_code}: {text[:300]}"
+            if response.status != 200:
+                text = (await response.read()).decode(errors="replace")
+                record.error = f"HTTP {response.status}: {text[:300]}"
                 return record
             await _read(response, record)
-    except (httpx.HTTPError, *MALFORMED) as error:
+    except (aiohttp.ClientError, TimeoutError, *MALFORMED) as error:
         record.error = f"{type(error).__name__}: {error}"
     return record
 
@@ -157,7 +160,7 @@ def body(model: str, request: BenchRequest) -> dict[str, Any]:
     }
 
 
-async def _read(response: httpx.Response, record: RequestRecord) -> None:
+async def _read(response: aiohttp.ClientResponse, record: RequestRecord) -> None:
     """Fill ``record`` from the event stream; a stream without [DONE] at the end is a failure."""
     counted = 0
     async for data in _events(response):
@@ -181,14 +184,13 @@ async def _read(response: httpx.Response, record: RequestRecord) -> None:
         record.error = "the stream held no text"
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[str]:
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[str]:
     """The data of each server-sent event. (The measured servers send one data line an event.)
 
-    Lines end only at a newline byte: httpx's line iterator also splits at U+2028 and similar characters, which may
-    stand unescaped in JSON text.
+    Lines end only at a newline byte: U+2028 and similar characters may stand unescaped in JSON text.
     """
     rest = b""
-    async for piece in response.aiter_bytes():
+    async for piece in response.content.iter_any():
         *lines, rest = (rest + piece).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):

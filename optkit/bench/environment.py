@@ -13,7 +13,7 @@ from typing import Any
 
 from optkit.machine.load import BUSY, cpu_in_use, load_average
 
-PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "httpx", "uvicorn")
+PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "aiohttp", "uvicorn")
 
 
 def environment() -> dict[str, Any]:

@@ -104,7 +104,7 @@ def test_a_proxy_of_the_environment_is_not_used(monkeypatch):
 
 def test_no_server_is_a_failed_record():
     (r,) = run_workload("http://127.0.0.1:9", "m", workload(num_prompts=1))
-    assert "ConnectError" in r.error
+    assert "ClientConnectorError" in r.error
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5])
