@@ -10,10 +10,12 @@
 namespace optkit {
 namespace {
 
-// Where a tile asks for the next panel, `step` bytes per step of its own, so that memory works while it computes.
+// Where a tile asks for the next panel, `step` bytes per step of its own, so that memory works while it computes; and where
+// it keeps the offsets that it computes, for another tile of the panel.
 struct Ahead {
     const int8_t* at;
     int64_t step;
+    int32_t* kept = nullptr;
 };
 
 // One step: 4 input channels of R rows. Rows are addressed in threes from R/3 pointers (x86 has q + stride * 2).
@@ -85,25 +87,32 @@ OPTKIT_AVX512 void tile(const Linear& p, const Panel& panel, int64_t row, Ahead 
     store<R>(sum, p, panel.first, row);
 }
 
-// One and two rows wait for memory, and with small groups the offsets are a tenth of it. So they are computed from the
-// weights at hand, as one more row of activations, rather than read. For more rows arithmetic takes as long as memory.
-constexpr int OFFSET_ROWS = 2;
+// Few rows wait for memory, and with small groups the offsets are a tenth of it. So the first tile of a panel computes them
+// from the weights at hand, as one more row of activations, and keeps them for the second. For more rows arithmetic takes as
+// long as memory.
+constexpr int ALONE_ROWS = 2, OFFSET_ROWS = 8;
 
-template <int R>
+enum class Offsets { read, computed, kept };
+
+// The sums of a group for R rows, with the offsets of the group, which go to `ahead.kept` too where it is a tile of several.
+template <int R, bool AHEAD>
 OPTKIT_AVX512 OPTKIT_INLINE void accumulate_group(Accumulators<R>& a, const uint8_t* q, int64_t stride, const int8_t* w,
-                                                  int64_t steps) {
+                                                  int64_t steps, Ahead& ahead) {
     Accumulators<R + 1> b;
     start<R + 1>(b, Lanes{}, Lanes{});
-    Ahead none{};
-    accumulate<R + 1, false, true>(b, q, stride, w, steps, none);
+    accumulate<R + 1, AHEAD, true>(b, q, stride, w, steps, ahead);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
         a.v[r][0] = b.v[r][0] - b.v[R][0];
         a.v[r][1] = b.v[r][1] - b.v[R][1];
     }
+    if (!AHEAD) return;
+    _mm512_storeu_si512(ahead.kept, reinterpret_cast<__m512i>(-b.v[R][0]));
+    _mm512_storeu_si512(ahead.kept + 16, reinterpret_cast<__m512i>(-b.v[R][1]));
+    ahead.kept += PANEL;
 }
 
-template <int R, bool AHEAD, bool MINIMUM>
+template <int R, bool AHEAD, bool MINIMUM, Offsets OFFSETS = AHEAD ? Offsets::read : Offsets::computed>
 OPTKIT_AVX512 void grouped_tile(const Linear& p, const Panel& panel, int64_t row, Ahead ahead) {
     const uint8_t* q = p.q + row * p.q_stride;
     const int8_t* w = panel.weight;
@@ -112,14 +121,16 @@ OPTKIT_AVX512 void grouped_tile(const Linear& p, const Panel& panel, int64_t row
     for (int64_t g = 0; g < p.groups; ++g) {
         const int32_t* offset = panel.offset + g * PANEL;
         Accumulators<R> a;
-        if (AHEAD) {  // offsets and scales of the next panel, too
+        if (AHEAD && OFFSETS == Offsets::read) {  // those of the next panel, too
             _mm_prefetch(offset + p.groups * PANEL, _MM_HINT_T1);
             _mm_prefetch(offset + p.groups * PANEL + 16, _MM_HINT_T1);
-            if (panel.half) _mm_prefetch(panel.half + (p.groups + g) * PANEL, _MM_HINT_T1);
+        }
+        if (AHEAD && panel.half) _mm_prefetch(panel.half + (p.groups + g) * PANEL, _MM_HINT_T1);
+        if (OFFSETS == Offsets::computed) {
+            accumulate_group<R, AHEAD>(a, q, p.q_stride, w, p.group_steps, ahead);
+        } else {
             start<R>(a, load(offset), load(offset + 16));
             accumulate<R, true>(a, q, p.q_stride, w, p.group_steps, ahead);
-        } else {
-            accumulate_group<R>(a, q, p.q_stride, w, p.group_steps);
         }
         const int64_t at = row * p.groups + g;
         add_scaled<R>(sum, a, p.scale + at, p.groups, scales<0>(panel, g), scales<1>(panel, g));
@@ -148,6 +159,22 @@ constexpr Tile GROUPED_TILES[2][GROUPED_ROWS] = {
     {grouped_tile<1, true, MINIMUM>, grouped_tile<2, true, MINIMUM>, grouped_tile<3, true, MINIMUM>,
      grouped_tile<4, true, MINIMUM>, grouped_tile<5, true, MINIMUM>, grouped_tile<6, true, MINIMUM>}};
 
+// Few rows of an int8 panel: two tiles, of which the first computes the offsets of both.
+void few_rows(const Linear& p, Panel panel, int64_t row, int64_t rows) {
+    static constexpr Tile FIRST[] = {grouped_tile<1, true, false, Offsets::computed>, grouped_tile<2, true, false, Offsets::computed>,
+                                     grouped_tile<3, true, false, Offsets::computed>, grouped_tile<4, true, false, Offsets::computed>};
+    static constexpr Tile SECOND[] = {grouped_tile<1, true, false, Offsets::kept>, grouped_tile<2, true, false, Offsets::kept>,
+                                      grouped_tile<3, true, false, Offsets::kept>, grouped_tile<4, true, false, Offsets::kept>};
+    thread_local GrowingMemory kept;
+    int32_t* offsets = kept.at_least<int32_t>(p.groups * PANEL);
+    panel.offset = offsets;
+    const int64_t first = divide_up(rows, 2);
+    Ahead ahead{static_cast<const int8_t*>(panel.next), panel.next_step / 2, offsets};
+    FIRST[first - 1](p, panel, row, ahead);
+    ahead.at += ahead.step * p.steps;
+    SECOND[rows - first - 1](p, panel, row + first, ahead);
+}
+
 }  // namespace
 
 void linear_avx512(const Linear& p, const Panel& panel, int64_t row, int64_t rows) {
@@ -156,7 +183,9 @@ void linear_avx512(const Linear& p, const Panel& panel, int64_t row, int64_t row
     // As few tiles as possible, of nearly equal height. One alone is read as fast as memory gives; of several only
     // the first would wait for memory, so each asks for its share of the next panel.
     int64_t count = divide_up(rows, most);
-    if (grouped && count == 1 && rows > OFFSET_ROWS) count = 2;  // arithmetic takes longer than memory: look ahead
+    const bool from_memory = p.offset;  // an int4 panel was unpacked, with its offsets
+    if (grouped && from_memory && rows > ALONE_ROWS && rows <= OFFSET_ROWS) return few_rows(p, panel, row, rows);
+    if (grouped && count == 1 && rows > ALONE_ROWS) count = 2;  // arithmetic takes longer than memory: look ahead
     const Tile* tiles = panel.minimum ? GROUPED_TILES<true>[count > 1] :
                         grouped       ? GROUPED_TILES<false>[count > 1] :
                                         TILES[count > 1];
