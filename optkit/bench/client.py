@@ -27,10 +27,12 @@ MALFORMED = (
     KeyError,
     IndexError,
     AttributeError,
+    RecursionError,
 )  # of streams in another format
 Result = TypeVar("Result")
 
 MOST_TOKENS = 1 << 31  # of a request, in ``usage``
+MOST_HEADER = 1 << 16  # bytes of a line of a response's head
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=600.0)  # seconds
 
 
@@ -67,16 +69,21 @@ async def _run(
     limit = workload.config.max_concurrency or len(workload.requests)
     slots = asyncio.Semaphore(limit)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    target = f"{url.rstrip('/')}/v1/completions"
     async with (
         aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=limit), timeout=TIMEOUT, headers=headers
+            connector=aiohttp.TCPConnector(limit=limit),
+            timeout=TIMEOUT,
+            headers=headers,
+            max_line_size=MOST_HEADER,
+            max_field_size=MOST_HEADER,
         ) as http,
         ClientMonitor() as monitor,
     ):
         start = clock()
         end = math.inf if seconds is None else start + seconds
         tasks = [
-            _paced(http, f"{url}/v1/completions", model, turns, start, end, slots)
+            _paced(http, target, model, turns, start, end, slots)
             for turns in conversations(workload.requests)
         ]
         records = [record for turns in await asyncio.gather(*tasks) for record in turns]
@@ -134,7 +141,7 @@ async def send(http: aiohttp.ClientSession, url: str, model: str, request: Bench
     """Stream a completion. ``record.error`` holds a failure, and the record keeps the times before the failure."""
     record = RequestRecord(index=request.index, send=clock())
     try:
-        async with http.post(url, json=body(model, request)) as response:
+        async with http.post(url, json=body(model, request), allow_redirects=False) as response:
             record.headers = clock()
             if response.status != 200:
                 text = (await response.read()).decode(errors="replace")

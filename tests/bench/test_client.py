@@ -5,7 +5,7 @@ import re
 from itertools import pairwise
 
 import pytest
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 
 from optkit.bench.client import problems, run_workload
 from optkit.bench.workload import WorkloadConfig, build
@@ -76,6 +76,7 @@ def test_the_parts_of_the_ttft_are_those_that_an_optkit_server_tells():
         (lambda _: [text("a")], r"without \[DONE\]"),
         (lambda _: ["{broken"], "JSONDecodeError"),
         (lambda _: ["[1]"], "AttributeError"),
+        (lambda _: ["[" * 100_000], "RecursionError"),
         (lambda _: [{"choices": "x"}], "AttributeError"),
         (lambda _: [text("a"), {"error": {"message": "engine died"}}], "engine died"),
         (lambda _: [text(""), "[DONE]"], "no text"),
@@ -100,6 +101,20 @@ def test_a_proxy_of_the_environment_is_not_used(monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
     assert all(r.ok for r in run(normal)[2])
+
+
+@pytest.mark.parametrize("status", [302, 303, 307])
+def test_a_redirect_is_a_failed_record(status):
+    """To follow would send a GET without the prompt, or count another round trip."""
+    _, _, (r,) = run(lambda _: Response("moved", status, {"Location": "/v1/models"}), num_prompts=1)
+    assert r.error == f"HTTP {status}: moved"
+
+
+def test_an_address_may_end_with_a_slash():
+    server, load = FakeServer(normal), workload(num_prompts=1)
+    with server.run() as url:
+        (r,) = run_workload(f"{url}/", "m", load)
+    assert r.ok
 
 
 def test_no_server_is_a_failed_record():

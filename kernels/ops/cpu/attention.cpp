@@ -4,8 +4,8 @@
 // all query heads of the group. Within an item attention_tile.h runs the online softmax (arXiv 2205.14135) over tiles
 // of keys.
 //
-// Batch invariance. The bits of an output row depend on its query and on the keys and values of its sequence
-// only, not on what else is in the batch, how the prompt was cut into chunks, or how many threads there are:
+// Batch invariance. The bits of an output row of finite numbers depend on its query and on the keys and values of its
+// sequence only, not on what else is in the batch, how the prompt was cut into chunks, or how many threads there are:
 //   - tiles of 64 keys and splits of 256 keys (kTile, kSplit) start at fixed absolute positions;
 //   - a score is one chain of multiply-adds over D, an output element one chain over the keys of a split, both in
 //     order, whatever the number of rows in the register tile; masked keys add exact zeros;
@@ -454,7 +454,8 @@ void run_alone(const Problem& p, Schedule& s, const Functions& f, float* parts) 
 void run_together(const Problem& p, Schedule& s, const Functions& f, float* parts, int threads) {
     const bool write_alone = p.tokens * p.kv_heads * (p.dim + (p.latent ? 0 : p.v_dim)) < kWritesAThread;
     const auto write = [&](int64_t first, int64_t last) { f.write(p, first, last); };
-    const int64_t chunk = (even_chunk(p.tokens, threads) + kLanes - 1) / kLanes * kLanes;  // lines of interleaved codes
+    int64_t chunk = even_chunk(p.tokens, threads);
+    if (p.interleaved) chunk = (chunk + kLanes - 1) / kLanes * kLanes;  // whole lines
     if (p.slots && !p.writes_late) parallel_for(p.tokens, chunk, write_alone ? 1 : threads, write);
     const int64_t tasks = static_cast<int64_t>(s.tasks.size());
     const int64_t at_once = tasks >= kTurns * threads * p.kv_heads ? p.kv_heads : 1;

@@ -14,7 +14,8 @@ struct AttentionArgs {
                                                         // v and v_cache null: values are the first Dv of keys in k_cache
     const float *sinks, *slopes;                        // [H] or null
     float* out;                                         // [T, H, Dv]
-    const int64_t* slots;                               // [T]; null: the cache holds K and V of the call already
+    const int64_t* slots;                               // [T], of each token the slot that the table of its sequence names, and
+                                                        // no other sequence reads; null: the cache holds K and V already
     const int32_t *query_start, *seq_lens, *tables;     // [S + 1], [S], [S, table_width]
     int64_t tokens, sequences, table_width, block_size; // T, S
     int64_t q_token, q_head, k_token, k_head, v_token, v_head;
