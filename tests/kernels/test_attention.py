@@ -493,7 +493,7 @@ def test_interleaved_codes_give_the_bits_of_rows(isa: str, dim: int) -> None:
 def test_every_written_token_has_the_bytes_of_the_reference(
     isa: str, threads: int, block: int, dim: int, v_dim: int
 ) -> None:
-    """Runs of tokens that begin and end anywhere in a line of 16; numbers that are none have the bytes of a token alone."""
+    """Runs of tokens that begin and end anywhere in a line of 16; NaN and infinity have the bytes of a token alone."""
     native.set_isa(isa)
     torch.set_num_threads(threads)
     case = Case((300, 61, 17), (0, 0, 0), 2, 1, dim, v_dim, block, int8=True)
