@@ -6,6 +6,8 @@ The list is in pyproject.toml and is read back from the metadata of the installa
 
 from __future__ import annotations
 
+import threading
+from functools import cache
 from importlib import metadata
 from typing import TYPE_CHECKING
 
@@ -26,13 +28,23 @@ EXTRAS = (
 
 def required(extra: str = "") -> list[Requirement]:
     """The requirements of the core, or the additional requirements of ``extra``, on the current platform."""
-    from packaging.requirements import Requirement
-
     try:
         lines = metadata.requires("optkit") or []
     except metadata.PackageNotFoundError:
         return []
-    return [found for found in map(Requirement, lines) if _is_of(found, extra)]
+    with _parsing:
+        return list(_parsed(tuple(lines), extra))
+
+
+# Markers are compiled, and CPython 3.11 can fail where two threads compile at once.
+_parsing = threading.Lock()
+
+
+@cache
+def _parsed(lines: tuple[str, ...], extra: str) -> tuple[Requirement, ...]:
+    from packaging.requirements import Requirement
+
+    return tuple(found for found in map(Requirement, lines) if _is_of(found, extra))
 
 
 def _is_of(requirement: Requirement, extra: str) -> bool:

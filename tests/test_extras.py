@@ -100,6 +100,14 @@ def test_required_reads_what_pyproject_declares() -> None:
         assert {canonicalize_name(found.name) for found in extras.required(extra)} == EXTRAS[extra]
 
 
+def test_requirements_are_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request with a grammar asks for them, from any thread."""
+    first = extras.required("structured")
+    monkeypatch.setattr("packaging.requirements.Requirement", None)
+    assert first
+    assert extras.required("structured") == first
+
+
 def test_required_is_empty_where_optkit_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> list[str]:
         raise extras.metadata.PackageNotFoundError(name)
