@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from torch import Tensor
 from optkit.kernels.cpu import int8, native
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
+ROOT = Path(__file__).parents[2]
 ROWS, INNER, OUT = 37, 128, 2048  # tasks enough for eight threads
 
 
@@ -99,6 +103,36 @@ def test_the_child_of_a_fork_has_a_pool_of_its_own() -> None:
     _, status = os.waitpid(child, 0)
     assert status == 0
     assert product(packed, q, scale).numpy().tobytes() == expected
+
+
+SHARING = """
+import os, time
+from tests.kernels.test_threads import operands, packed_weight, product
+import torch
+
+cores = sorted(os.sched_getaffinity(0))
+torch.set_num_threads(2)
+q, scale, *weight = operands()
+packed = packed_weight(*weight)
+product(packed, q, scale)
+core = cores[0]
+threads = [int(name) for name in os.listdir("/proc/self/task")]
+for thread in threads:
+    os.sched_setaffinity(thread, {core})  # the caller and the worker on one core
+end = time.monotonic() + 0.5
+while time.monotonic() < end:
+    product(packed, q, scale)
+left = [os.sched_getaffinity(thread) for thread in threads]
+assert left.count(set(cores) - {core}) == 1, left
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system has no affinity")
+def test_a_worker_leaves_the_core_of_its_caller() -> None:
+    """Two threads on one core take turns, however many cores are idle."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one core")
+    subprocess.run([sys.executable, "-c", SHARING], cwd=ROOT, check=True, timeout=60)
 
 
 def test_the_pool_sleeps_between_calls() -> None:

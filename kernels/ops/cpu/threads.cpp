@@ -10,6 +10,9 @@
 #include "threads.h"
 
 #include <pthread.h>
+#if defined(__linux__)
+#include <sched.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
@@ -37,25 +40,52 @@ inline void relax() {
 #endif
 }
 
+// The core that the calling thread is on; -1 where the system doesn't tell.
+int core_of_thread() {
+#if defined(__linux__)
+    return sched_getcpu();
+#else
+    return -1;
+#endif
+}
+
+// The cores that a thread of the pool may run on.
+class Cores {
+public:
+#if defined(__linux__)
+    Cores() { known_ = sched_getaffinity(0, sizeof allowed_, &allowed_) == 0; }
+
+    // Keeps the calling thread off core `core`, if there are others.
+    void leave(int core) const {
+        if (!known_ || core < 0 || core >= CPU_SETSIZE) return;
+        cpu_set_t others = allowed_;
+        CPU_CLR(core, &others);
+        if (CPU_COUNT(&others) > 0) sched_setaffinity(0, sizeof others, &others);
+    }
+
+private:
+    cpu_set_t allowed_;
+    bool known_;
+#else
+    void leave(int) const {}
+#endif
+};
+
 // True in a worker, and in a thread with a loop under way.
 thread_local bool inside_a_loop = false;
 
-// Waits for `ready`: spinning at first, then asleep until `wake`.
+// Waits for `ready`: spinning at first, then asleep until `wake`, and spinning again. A thread takes up to milliseconds to
+// wake up, and the loop that it was woken for may be over; the next one follows within microseconds.
 class Waiting {
 public:
     template <class Ready>
     void until(const Ready& ready) {
-        const auto end = Clock::now() + SPIN;
-        do {
-            for (int i = 0; i < LOOKS; ++i) {
-                if (ready()) return;
-                relax();
-            }
-        } while (Clock::now() < end);
-        std::unique_lock<std::mutex> lock(mutex_);
-        sleepers_.fetch_add(1);
-        changed_.wait(lock, ready);
-        sleepers_.fetch_sub(1);
+        while (!spin(ready)) {
+            std::unique_lock<std::mutex> lock(mutex_);
+            sleepers_.fetch_add(1);
+            if (!ready()) changed_.wait(lock);
+            sleepers_.fetch_sub(1);
+        }
     }
 
     // After a change that `ready` reads.
@@ -66,6 +96,19 @@ public:
     }
 
 private:
+    // True as soon as `ready`, false after SPIN.
+    template <class Ready>
+    static bool spin(const Ready& ready) {
+        const auto end = Clock::now() + SPIN;
+        do {
+            for (int i = 0; i < LOOKS; ++i) {
+                if (ready()) return true;
+                relax();
+            }
+        } while (Clock::now() < end);
+        return false;
+    }
+
     std::mutex mutex_;
     std::condition_variable changed_;
     std::atomic<int> sleepers_{0};
@@ -81,6 +124,7 @@ public:
         grow(std::min(threads - 1, MOST_WORKERS));
         range_ = range, body_ = body, count_ = count, chunk_ = chunk, threads_ = threads;
         next_.store(0, std::memory_order_relaxed);
+        caller_core_.store(core_of_thread(), std::memory_order_relaxed);
         epoch_.fetch_add(1);
         opened_.wake();
         take_ranges();
@@ -102,10 +146,15 @@ private:
     // A worker: takes part in each loop for at least `number` + 1 threads.
     void work(int number) {
         inside_a_loop = true;
+        const Cores cores;
         for (uint64_t last = 0;;) {
             opened_.until([&] { return epoch_.load() != last && epoch_.load() % 2; });
             last = epoch_.load();
             if (last % 2 == 0) continue;
+            // Linux may wake a worker on the caller's core, and leave both there for tens of milliseconds while another core
+            // is idle: they would take turns.
+            const int core = caller_core_.load(std::memory_order_relaxed);
+            if (core >= 0 && core == core_of_thread()) cores.leave(core);
             inside_.fetch_add(1);
             if (epoch_.load() == last && number < threads_) take_ranges();
             if (inside_.fetch_sub(1) == 1) left_.wake();
@@ -126,6 +175,7 @@ private:
     const void* body_ = nullptr;
     int64_t count_ = 0, chunk_ = 1;
     int threads_ = 1;
+    std::atomic<int> caller_core_{-1};
     alignas(64) std::atomic<uint64_t> epoch_{0};
     alignas(64) std::atomic<int64_t> next_{0};
     alignas(64) std::atomic<int> inside_{0};
