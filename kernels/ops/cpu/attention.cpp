@@ -62,7 +62,7 @@ struct Problem : AttentionArgs {
     bool sparse;           // blocks of queries may choose tiles
     bool latent;           // values are parts of keys: v_cache is k_cache
     bool interleaved;      // int8 codes lie in the order of the products; see attention_lines.h
-    bool writes_late;      // each sequence has one new token, which no item but its own reads
+    bool writes_late;      // each sequence has one new token, which is written by the task that reads it
 };
 
 struct Item {
@@ -70,7 +70,6 @@ struct Item {
     int64_t token, position;  // of its first query: row of the batch, position in the sequence
     int64_t prefix = 0;       // tokens of a tree's sequence before this call
     bool is_tree = false;     // rows are nodes of a tree in preorder, stored in this order behind the prefix
-    bool writes = false;      // the one query's key and value are yet to be written, by the task that reads them
     const int* path = nullptr;  // of a branch: the node at each depth, up to the last query's
 };
 
@@ -327,7 +326,7 @@ Item branch_of(const Problem& p, const Item& item, int row, std::vector<int>& pa
     for (int64_t t = first - 1; t >= start && missing; --t)
         if (depth_of(p, item.sequence, t) == missing - 1) path[--missing] = static_cast<int>(t - start);
     for (int i = 0; i < count; ++i) path[depth + i] = static_cast<int>(first + i - start);
-    return {item.sequence, item.kv_head, count, first, item.prefix + depth, item.prefix, false, false, path.data()};
+    return {item.sequence, item.kv_head, count, first, item.prefix + depth, item.prefix, false, path.data()};
 }
 
 // The entry points of attention_tile.h.
@@ -373,7 +372,7 @@ void add_range(const Problem& p, int sequence, int64_t prefix, int64_t from, int
     for (int64_t first = from + (to - from - 1) / tokens * tokens; first >= from; first -= tokens) {
         const int size = static_cast<int>(to - first < tokens ? to - first : tokens);
         for (int head = 0; head < p.kv_heads; ++head)
-            schedule.items.push_back({sequence, head, size, start + first, first, prefix, tree, p.writes_late});
+            schedule.items.push_back({sequence, head, size, start + first, first, prefix, tree});
     }
 }
 

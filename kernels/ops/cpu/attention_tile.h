@@ -287,7 +287,7 @@ OPTKIT_TARGET inline void write_kv(const Problem& p, int64_t first, int64_t stop
 // `after` then. Gives the position after the last tile.
 OPTKIT_TARGET inline int64_t attend_tiles(const Problem& p, const Item& item, int64_t begin, int64_t stop, const Tile& after,
                                        Scratch& scratch, const Sums& sums) {
-    if (item.writes && stop == item.position + item.count) write_head(p, item.token, item.kv_head);
+    if (p.writes_late && stop == item.position + item.count) write_head(p, item.token, item.kv_head);
 #ifdef OPTKIT_TILES
     if (OnTiles::takes(p, item)) return OnTiles::attend_tiles(p, item, begin, stop, scratch, sums);
 #endif

@@ -154,7 +154,7 @@ private:
             // Linux may wake a worker on the caller's core, and leave both there for tens of milliseconds while another core
             // is idle: they would take turns.
             const int core = caller_core_.load(std::memory_order_relaxed);
-            if (core >= 0 && core == core_of_thread()) cores.leave(core);
+            if (core == core_of_thread()) cores.leave(core);
             inside_.fetch_add(1);
             if (epoch_.load() == last && number < threads_) take_ranges();
             if (inside_.fetch_sub(1) == 1) left_.wake();
