@@ -1,4 +1,4 @@
-"""uvicorn's connection with a limit on the time of a request's headers.
+"""uvicorn's connection with a limit on the time of a request's headers, and with joined writes (``joined_writes``).
 
 uvicorn limits the idle time between two requests, and the application the time of a body (``body``). Neither
 sees a client that connects and sends headers at a byte a minute, or none: each connection holds a file
@@ -8,8 +8,11 @@ descriptor, and some thousands lock out all clients (slowloris).
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from optkit.serve.http.joined_writes import JoinedWrites
 
 HEADER_SECONDS = 10.0
 TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
@@ -21,7 +24,7 @@ class Connection(HttpToolsProtocol):
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(cast(asyncio.Transport, JoinedWrites(transport, self.loop)))
         self._expect_headers()
 
     def on_message_begin(self) -> None:
