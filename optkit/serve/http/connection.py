@@ -22,10 +22,17 @@ class Connection(HttpToolsProtocol):
     """Ends with 408 when headers take longer than ``HEADER_SECONDS`` from the connection or the first byte."""
 
     _deadline: asyncio.TimerHandle | None = None
+    _writes: JoinedWrites
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(cast(asyncio.Transport, JoinedWrites(transport, self.loop)))
+        self._writes = JoinedWrites(transport, self.loop)
+        super().connection_made(cast(asyncio.Transport, self._writes))
         self._expect_headers()
+
+    def eof_received(self) -> None:
+        """Writes what waits: the loop closes the transport next."""
+        self._writes.flush()
+        super().eof_received()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

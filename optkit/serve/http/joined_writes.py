@@ -14,7 +14,11 @@ MOST_HELD = 64 * 1024  # bytes; more is written at once, and the transport can t
 
 
 class JoinedWrites:
-    """The transport ``transport``, whose writes wait for the end of the turn of ``loop``."""
+    """The transport ``transport``, whose writes wait for the end of the turn of ``loop``.
+
+    Code that works long without ``await`` after a write delays it. ``flush`` is for what the loop itself closes: it
+    closes ``transport``, without this object, when a client has sent its last byte.
+    """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport, self._loop = transport, loop
@@ -24,21 +28,22 @@ class JoinedWrites:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Keeps a copy of ``data``. Raises TypeError where it is no bytes, as the transport does."""
+        copy = bytes(memoryview(data))
         if not self._held:
-            self._loop.call_soon(self._flush)
-        self._held.append(data)
-        self._num_held += len(data)
+            self._loop.call_soon(self.flush)
+        self._held.append(copy)
+        self._num_held += len(copy)
         if self._num_held > MOST_HELD:
-            self._flush()
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes now what waits."""
+        if self._held:
+            held, self._held, self._num_held = self._held, [], 0
+            self._transport.write(b"".join(held))
 
     def close(self) -> None:
-        self._flush()
+        self.flush()
         self._transport.close()
-
-    def _flush(self) -> None:
-        if self._held:
-            data = b"".join(self._held)
-            self._held.clear()
-            self._num_held = 0
-            self._transport.write(data)

@@ -86,6 +86,35 @@ def test_a_sender_that_never_waits_fills_no_memory() -> None:
     asyncio.run(go())
 
 
+@pytest.mark.parametrize("data", ["text", None, 5])
+def test_what_is_no_bytes_is_an_error_of_its_writer_alone(data: Any) -> None:
+    async def go() -> None:
+        transport, writes = joined()
+        writes.write(b"before ")
+        with pytest.raises(TypeError):
+            writes.write(data)
+        writes.write(bytearray(b"after "))
+        await turns(2)
+        writes.write(memoryview(b"end"))
+        await turns(2)
+        assert transport.writes == [b"before after ", b"end"]
+
+    asyncio.run(go())
+
+
+def test_what_is_written_is_what_the_buffer_held_then() -> None:
+    async def go() -> None:
+        transport, writes = joined()
+        buffer = bytearray(b"first")
+        writes.write(buffer)
+        buffer[:] = b"other"
+        writes.write(buffer)
+        await turns(2)
+        assert transport.writes == [b"firstother"]
+
+    asyncio.run(go())
+
+
 async def streaming_app(scope: Any, receive: Any, send: Any) -> None:
     """Answers with a head and an event at once, and with another event later."""
     await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -111,5 +140,31 @@ def test_a_response_head_goes_out_with_the_first_event(end: str) -> None:
         assert second == b"6\r\nsecond\r\n0\r\n\r\n"
         assert transport.closed == bool(end)
         connection.connection_lost(None)
+
+    asyncio.run(asyncio.wait_for(go(), 20))
+
+
+async def short_app(scope: Any, receive: Any, send: Any) -> None:
+    """Answers at once."""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5")]})
+    await send({"type": "http.response.body", "body": b"short"})
+
+
+def test_a_client_that_sends_no_more_gets_its_answer() -> None:
+    """A client may end its side of the connection with its request, as ``nc -N`` does (RFC 9112, section 9.6)."""
+
+    async def go() -> None:
+        config = uvicorn.Config(short_app, log_config=None, lifespan="off")
+        config.load()
+        state = ServerState()
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: Connection(config, state, {}), "127.0.0.1", 0)
+        for _ in range(5):
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            writer.write(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            writer.write_eof()
+            assert (await reader.read()).endswith(b"\r\n\r\nshort")
+            writer.close()
+        server.close()
 
     asyncio.run(asyncio.wait_for(go(), 20))
