@@ -12,6 +12,8 @@
 #include <pthread.h>
 #if defined(__linux__)
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 #include <algorithm>
@@ -49,27 +51,25 @@ int core_of_thread() {
 #endif
 }
 
-// The cores that a thread of the pool may run on.
-class Cores {
-public:
+// The system's number of the calling thread, 0 where nothing needs it.
+thread_local int number_of_thread = 0;
+
+int thread_number() {
 #if defined(__linux__)
-    Cores() { known_ = sched_getaffinity(0, sizeof allowed_, &allowed_) == 0; }
-
-    // Keeps the calling thread off core `core`, if there are others.
-    void leave(int core) const {
-        if (!known_ || core < 0 || core >= CPU_SETSIZE) return;
-        cpu_set_t others = allowed_;
-        CPU_CLR(core, &others);
-        if (CPU_COUNT(&others) > 0) sched_setaffinity(0, sizeof others, &others);
-    }
-
-private:
-    cpu_set_t allowed_;
-    bool known_;
-#else
-    void leave(int) const {}
+    if (number_of_thread == 0) number_of_thread = static_cast<int>(syscall(SYS_gettid));
 #endif
-};
+    return number_of_thread;
+}
+
+// Keeps the calling thread off core `core` of thread `caller`: on the other cores of that thread, if there are `wanted`.
+void leave_core(int core, int caller, int wanted) {
+#if defined(__linux__)
+    cpu_set_t others;
+    if (core < 0 || core >= CPU_SETSIZE || sched_getaffinity(caller, sizeof others, &others) != 0) return;
+    CPU_CLR(core, &others);
+    if (CPU_COUNT(&others) >= wanted) sched_setaffinity(0, sizeof others, &others);
+#endif
+}
 
 // True in a worker, and in a thread with a loop under way.
 thread_local bool inside_a_loop = false;
@@ -122,8 +122,10 @@ public:
         std::unique_lock<std::mutex> owner(owner_, std::try_to_lock);
         if (!owner.owns_lock()) return false;
         grow(std::min(threads - 1, MOST_WORKERS));
-        range_ = range, body_ = body, count_ = count, chunk_ = chunk, threads_ = threads;
+        range_ = range, body_ = body, count_ = count, chunk_ = chunk;
+        threads_.store(threads, std::memory_order_relaxed);
         next_.store(0, std::memory_order_relaxed);
+        caller_.store(thread_number(), std::memory_order_relaxed);
         caller_core_.store(core_of_thread(), std::memory_order_relaxed);
         epoch_.fetch_add(1);
         opened_.wake();
@@ -146,17 +148,18 @@ private:
     // A worker: takes part in each loop for at least `number` + 1 threads.
     void work(int number) {
         inside_a_loop = true;
-        const Cores cores;
         for (uint64_t last = 0;;) {
             opened_.until([&] { return epoch_.load() != last && epoch_.load() % 2; });
             last = epoch_.load();
             if (last % 2 == 0) continue;
             // Linux may wake a worker on the caller's core, and leave both there for tens of milliseconds while another core
-            // is idle: they would take turns.
+            // is idle: they would take turns. A worker that came back before it sleeps would be woken there again.
             const int core = caller_core_.load(std::memory_order_relaxed);
-            if (core == core_of_thread()) cores.leave(core);
+            const int threads = threads_.load(std::memory_order_relaxed);
+            if (core == core_of_thread() && number < threads)
+                leave_core(core, caller_.load(std::memory_order_relaxed), threads - 1);
             inside_.fetch_add(1);
-            if (epoch_.load() == last && number < threads_) take_ranges();
+            if (epoch_.load() == last && number < threads_.load(std::memory_order_relaxed)) take_ranges();
             if (inside_.fetch_sub(1) == 1) left_.wake();
         }
     }
@@ -174,8 +177,8 @@ private:
     Range range_ = nullptr;
     const void* body_ = nullptr;
     int64_t count_ = 0, chunk_ = 1;
-    int threads_ = 1;
-    std::atomic<int> caller_core_{-1};
+    // Of the loop, read by workers before they join, too: a worker that reads the next loop's joins that one, or none.
+    std::atomic<int> threads_{1}, caller_{0}, caller_core_{-1};
     alignas(64) std::atomic<uint64_t> epoch_{0};
     alignas(64) std::atomic<int64_t> next_{0};
     alignas(64) std::atomic<int> inside_{0};
@@ -185,7 +188,10 @@ private:
 std::atomic<Pool*> pool{nullptr};
 
 // The child of a fork has no workers: it starts a pool of its own.
-void forget_pool() { pool.store(nullptr); }
+void forget_pool() {
+    pool.store(nullptr);
+    number_of_thread = 0;
+}
 
 Pool& the_pool() {
     if (Pool* made = pool.load()) return *made;
