@@ -36,6 +36,7 @@ from optkit.kernels.cpu.decode_steps import Outlet
 from optkit.kernels.cpu.threads import set_threads
 from optkit.machine import logs
 from optkit.machine.parent import die_with_parent, leave_signals_to_parent
+from optkit.machine.stack_room import with_stack_room
 from optkit.machine.target import usable_cores
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.multi_step import ANY_TOKEN
@@ -352,6 +353,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+@with_stack_room
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     leave_signals_to_parent()
