@@ -289,7 +289,7 @@ def predict_here(directory: Path, step_seconds: StepSeconds | None = None) -> tu
 def main(directory: str) -> int:
     """Predict behind all other work, and print the sentence; the exit code.
 
-    Nothing is printed for an artifact of the same kind of machine, or with a kept sentence. Where memory runs out, the
+    Nothing is printed where nothing is undecided, as after another server's prediction. Where memory runs out, the
     system ends this process first.
     """
     os.nice(19)

@@ -1,8 +1,7 @@
 """The choice of ``optkit optimize`` on this machine, predicted behind a server whose artifact is of another machine.
 
 The prediction measures layers, for seconds. A process of the lowest priority does so after the start, once a machine
-and artifact; later starts quote the kept sentence (``optkit.artifact.measured_on``). The process also finds out whether
-there is something to predict: that takes torch, which the API process does without.
+and artifact; later starts quote the kept sentence (``optkit.artifact.measured_on``).
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import logging
 import sys
 from pathlib import Path
 
-from optkit.artifact.manifest import CANDIDATES
+from optkit.artifact.measured_on import is_undecided
 
 log = logging.getLogger("optkit.serve")
 
@@ -20,10 +19,11 @@ MODULE = "optkit.pipeline.choice_here"
 
 
 async def log_choice(directory: Path) -> None:
-    """Log the choice predicted for this machine; nothing where the artifact is of the same kind of machine, or has no
-    candidates.
+    """Log the choice predicted for this machine, if a prediction is missing (``is_undecided``).
+
+    Otherwise no process starts: the start of a process slows the first requests down.
     """
-    if not (directory / CANDIDATES).is_file():
+    if not await asyncio.to_thread(is_undecided, directory):
         return
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", MODULE, str(directory.resolve())),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from pathlib import Path
 
 import pytest
 
 from optkit.artifact.manifest import CANDIDATES
+from optkit.artifact.measured_on import keep_sentence, this_machine
 from optkit.serve import choice
 
 
@@ -19,6 +21,12 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr(choice, "MODULE", "predicted_choice")
     (tmp_path / CANDIDATES).parent.mkdir()
     (tmp_path / CANDIDATES).write_text("{}")
+    write_machine(tmp_path, {"cpu": "another processor", "kernels": "another set"})
+
+
+def write_machine(directory: Path, machine: dict[str, str]) -> None:
+    """Let the passes of the artifact be measured on ``machine``."""
+    (directory / "optkit" / "report.json").write_text(json.dumps({"machine": machine}))
 
 
 def test_the_sentence_of_the_process_is_logged(
@@ -43,6 +51,25 @@ def test_nothing_runs_for_an_artifact_without_candidates(
 ) -> None:
     code(tmp_path, monkeypatch, "print('would choose')")
     (tmp_path / CANDIDATES).unlink()
+    asyncio.run(choice.log_choice(tmp_path))
+    assert caplog.messages == []
+
+
+def test_nothing_runs_for_an_artifact_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    code(tmp_path, monkeypatch, "print('would choose')")
+    write_machine(tmp_path, this_machine())
+    asyncio.run(choice.log_choice(tmp_path))
+    assert caplog.messages == []
+
+
+def test_nothing_runs_where_a_sentence_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    code(tmp_path, monkeypatch, "print('would choose')")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    keep_sentence(tmp_path, "kept")
     asyncio.run(choice.log_choice(tmp_path))
     assert caplog.messages == []
 

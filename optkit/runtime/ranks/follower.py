@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from optkit.errors import UserError
 from optkit.machine import logs
+from optkit.machine.heap import keep_freed_memory
 from optkit.machine.parent import die_with_parent, leave_signals_to_parent
 from optkit.runtime.ranks import messages
 from optkit.runtime.ranks.messages import Allocate, Failed, Load, Loaded, RankGone, Step
@@ -64,6 +65,7 @@ def serve(sock: socket.socket, region_fd: int) -> None:
     except UserError as error:
         messages.send(sock, messages.frame(Failed(error.what, error.where, error.fix)))
         raise RankGone from error
+    keep_freed_memory()
     messages.send(sock, messages.frame(Loaded(follower.model.weight_bytes)))
     step: Callable[[Step], None] | None = None
     while True:
