@@ -104,7 +104,7 @@ def kept_sentence(directory: Path) -> str:
         return ""
     try:
         text = read_bounded(sentence_file(directory), MAX_SENTENCE_BYTES).decode("utf-8")
-    except (UserError, UnicodeDecodeError):
+    except (OSError, UserError, UnicodeDecodeError):
         return ""
     return printable(text.strip())
 

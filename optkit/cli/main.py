@@ -23,7 +23,7 @@ from optkit.errors import UserError
 from optkit.extras import explained
 from optkit.machine import logs
 from optkit.machine.parent import sigterm_exits
-from optkit.machine.stack_room import with_stack_room
+from optkit.machine.stack_room import OF_A_PROCESS, with_stack_room
 
 COMMANDS = {
     "optimize": "optkit.cli.optimize:optimize",
@@ -90,7 +90,7 @@ def commands_of(arguments: Sequence[str]) -> Iterable[str]:
     return [word] if word in COMMANDS else COMMANDS
 
 
-@with_stack_room
+@with_stack_room(OF_A_PROCESS)
 def run(arguments: Sequence[str]) -> int:
     """Run a command line and return the exit code."""
     debug = "--debug" in arguments

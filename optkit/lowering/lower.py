@@ -35,7 +35,7 @@ from optkit.lowering import gpu_rewrites, kv_tables, precision
 from optkit.lowering.bind import bind, kernel_of, weight_arguments
 from optkit.lowering.by_tokens import ByTokens
 from optkit.lowering.streamed import StoredLinear, is_stored_op, keep_stored
-from optkit.machine.stack_room import with_stack_room
+from optkit.machine.stack_room import OF_A_STEP, with_stack_room
 
 if TYPE_CHECKING:
     from optkit.kernels.cpu.call_list import CallList
@@ -95,7 +95,7 @@ class LoweredVariant:
     def workspace_bytes(self, sizes: tuple[int, int]) -> int:
         return max((p.calls.workspace_bytes(sizes) for p in self.programs), default=0)
 
-    @with_stack_room
+    @with_stack_room(OF_A_STEP)
     def run(self, inputs: Mapping[str, Tensor], tokens: int) -> Tensor:
         special = self.special
         module = special.module if special is not None and special.serves(tokens) else self.module

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 LARGEST_KEPT = 32 << 20  # bytes of an allocation; glibc accepts no more on 64 bits
 MOST_KEPT = 1 << 30  # bytes at the end of the heap
+TUNABLES = "GLIBC_TUNABLES"
 
 
 def trim_heap() -> None:
@@ -25,11 +27,14 @@ def trim_heap() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Keep memory for the next allocation instead of returning it; nothing happens with a C library other than glibc.
+    """Keep freed memory for later allocations, in all threads, until the process ends: for processes of optkit's own.
 
-    Holds for allocations up to ``LARGEST_KEPT`` bytes, in all threads, until the process ends.
+    The process keeps what allocations of up to ``LARGEST_KEPT`` bytes took at most at once. Nothing happens with a C
+    library other than glibc, or where the environment has settings of malloc.
     """
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
+    if hasattr(libc, "mallopt") and not any(
+        name.startswith("MALLOC_") or name == TUNABLES for name in os.environ
+    ):
         libc.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
         libc.mallopt(M_TRIM_THRESHOLD, MOST_KEPT)

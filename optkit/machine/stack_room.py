@@ -13,22 +13,27 @@ import types
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
-FRAME_SLOTS = 1 << 14  # of 8 bytes: a frame of 128 KB gets a chunk of 256 KB
+SLOT_BYTES = 8
+OF_A_PROCESS, OF_A_STEP = 128 << 10, 64 << 10  # bytes of a frame; a step fits the chunk of a process, 256 KB
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 
-def with_stack_room(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """``function`` with a chunk of the stack for up to 128 KB of nested calls.
+def with_stack_room(frame_bytes: int) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
+    """A decorator: the function with room for ``frame_bytes`` of nested calls on the stack of its thread.
 
-    Each call of the result maps a chunk. Unwritten pages of the chunk take no memory.
+    Each call of the result maps a chunk, or none where the current chunk has ``frame_bytes`` left. Unwritten pages of
+    a chunk take no memory. What a coroutine or generator function does later runs outside the room.
     """
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
+    def decorated(function: Callable[Given, Result]) -> Callable[Given, Result]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
 
-    # The frame of a function has room for the deepest stack of its expressions: a large number makes the frame large.
-    room = call.__code__.replace(co_stacksize=FRAME_SLOTS)
-    roomy = types.FunctionType(room, call.__globals__, function.__name__, None, call.__closure__)
-    return cast("Callable[Given, Result]", functools.wraps(function)(roomy))
+        # A frame has room for the deepest stack of its expressions: a large number makes the frame large.
+        room = call.__code__.replace(co_stacksize=frame_bytes // SLOT_BYTES)
+        roomy = types.FunctionType(room, call.__globals__, function.__name__, None, call.__closure__)
+        return cast("Callable[Given, Result]", functools.wraps(function)(roomy))
+
+    return decorated

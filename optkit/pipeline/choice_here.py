@@ -9,7 +9,6 @@ of the lowest priority after the start, once a machine and artifact: ``python -m
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -287,12 +286,11 @@ def predict_here(directory: Path, step_seconds: StepSeconds | None = None) -> tu
 
 
 def main(directory: str) -> int:
-    """Predict behind all other work, and print the sentence; the exit code.
+    """Predict, and print the sentence; the exit code.
 
     Nothing is printed where nothing is undecided, as after another server's prediction. Where memory runs out, the
     system ends this process first.
     """
-    os.nice(19)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", "utf-8")
     path = Path(directory)

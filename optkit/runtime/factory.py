@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from optkit.artifact.open import Artifact
 from optkit.errors import UserError
 from optkit.graph.kv_layout import kv_layout, layout_of
-from optkit.machine.heap import keep_freed_memory, trim_heap
+from optkit.machine.heap import trim_heap
 from optkit.machine.present import present_target
 from optkit.recipe.engine_options import EngineOptions, engine_options
 from optkit.runtime.baked import adopt_baked
@@ -110,7 +110,6 @@ def load_engine(artifact_dir: str, options: EngineOptions) -> Engine:
         shared, form = loaded.shared(), form_of(options)
         save_model(artifact, loaded.to_save, shared, form, takes_trees=loaded.takes_trees)
     trim_heap()
-    keep_freed_memory()
     return engine
 
 

@@ -16,6 +16,8 @@ from optkit.artifact.measured_on import is_undecided
 log = logging.getLogger("optkit.serve")
 
 MODULE = "optkit.pipeline.choice_here"
+LOWEST = 19  # niceness
+BEHIND_ALL = "import os, runpy; os.nice({}); runpy.run_module({!r}, run_name='__main__')"
 
 
 async def log_choice(directory: Path) -> None:
@@ -26,7 +28,7 @@ async def log_choice(directory: Path) -> None:
     if not await asyncio.to_thread(is_undecided, directory):
         return
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", MODULE, str(directory.resolve())),
+        *(sys.executable, "-P", "-c", BEHIND_ALL.format(LOWEST, MODULE), str(directory.resolve())),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,

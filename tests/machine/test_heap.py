@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -45,12 +46,30 @@ print(plain, faults())
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
-def test_kept_memory_has_its_pages_already() -> None:
+def faults(**settings: str) -> tuple[int, int]:
+    """Page faults of the same allocations before and after ``keep_freed_memory``, with ``settings`` of malloc."""
+    around = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
     done = subprocess.run(
-        [sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", FAULTS],
+        env=around | settings,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     )
     plain, kept = map(int, done.stdout.split())
     if plain < 2000:
         pytest.skip("the C library keeps its memory anyway")
+    return plain, kept
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
+def test_kept_memory_has_its_pages_already() -> None:
+    plain, kept = faults()
     assert kept < plain // 10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
+def test_settings_of_the_user_stay() -> None:
+    plain, kept = faults(MALLOC_MMAP_THRESHOLD_="131072")
+    assert kept > plain // 2

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from optkit.machine.stack_room import with_stack_room
+from optkit.machine.stack_room import OF_A_PROCESS, OF_A_STEP, with_stack_room
 
 CALLS = 200
 
@@ -40,7 +40,25 @@ def most_faults(function: Callable[[], int]) -> int:
 def test_no_call_maps_a_chunk_of_the_stack() -> None:
     if most_faults(faults_of_calls) < CALLS:
         pytest.skip("this Python keeps its chunks")
-    assert most_faults(with_stack_room(faults_of_calls)) < CALLS // 2
+    for room in (OF_A_PROCESS, OF_A_STEP):
+        assert most_faults(with_stack_room(room)(faults_of_calls)) < CALLS // 2
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11) or os.name != "posix", reason="no chunks")
+def test_a_step_under_the_room_of_a_process_maps_nothing() -> None:
+    import resource
+
+    step = with_stack_room(OF_A_STEP)(inner)
+
+    def faults_of_steps() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(CALLS):
+            step()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    if faults_of_steps() < CALLS:
+        pytest.skip("this Python keeps its chunks")
+    assert with_stack_room(OF_A_PROCESS)(faults_of_steps)() < CALLS // 2
 
 
 def test_a_function_keeps_its_name_arguments_result_and_exceptions() -> None:
@@ -48,7 +66,7 @@ def test_a_function_keeps_its_name_arguments_result_and_exceptions() -> None:
         """``a`` by ``by``."""
         return a / by
 
-    roomy = with_stack_room(divided)
+    roomy = with_stack_room(OF_A_STEP)(divided)
     assert (roomy.__name__, roomy.__doc__) == ("divided", divided.__doc__)
     assert roomy(6, by=3) == 2
     with pytest.raises(ZeroDivisionError):
@@ -59,7 +77,7 @@ def test_methods_are_methods() -> None:
     class Counter:
         count = 0
 
-        @with_stack_room
+        @with_stack_room(OF_A_STEP)
         def add(self, number: int) -> int:
             self.count += number
             return self.count
@@ -68,7 +86,7 @@ def test_methods_are_methods() -> None:
 
 
 def test_recursion_under_it_still_has_its_limit() -> None:
-    @with_stack_room
+    @with_stack_room(OF_A_STEP)
     def deeper() -> None:
         deeper()
 

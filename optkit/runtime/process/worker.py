@@ -35,8 +35,9 @@ from optkit.errors import UserError
 from optkit.kernels.cpu.decode_steps import Outlet
 from optkit.kernels.cpu.threads import set_threads
 from optkit.machine import logs
+from optkit.machine.heap import keep_freed_memory
 from optkit.machine.parent import die_with_parent, leave_signals_to_parent
-from optkit.machine.stack_room import with_stack_room
+from optkit.machine.stack_room import OF_A_PROCESS, with_stack_room
 from optkit.machine.target import usable_cores
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.multi_step import ANY_TOKEN
@@ -339,6 +340,7 @@ def load(args: argparse.Namespace, sock: socket.socket, frames: ipc.FrameReader)
 
         publish(engine, message.options.kv_events_config)
     gc.collect()
+    keep_freed_memory()
     gc.freeze()  # the model's objects live as long as the process: no collection needs to look at them
     took = time.monotonic() - start
     return engine, msgspec.structs.replace(engine.info(), load_seconds=took, pid=os.getpid())
@@ -353,7 +355,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-@with_stack_room
+@with_stack_room(OF_A_PROCESS)
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     leave_signals_to_parent()

@@ -8,6 +8,7 @@ needs the cores: the token waits for milliseconds.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
 
 MOST_HELD = 64 * 1024  # bytes; more is written at once, and the transport can tell its protocol to pause
@@ -16,8 +17,8 @@ MOST_HELD = 64 * 1024  # bytes; more is written at once, and the transport can t
 class JoinedWrites:
     """The transport ``transport``, whose writes wait for the end of the turn of ``loop``.
 
-    Code that works long without ``await`` after a write delays it. ``flush`` is for what the loop itself closes: it
-    closes ``transport``, without this object, when a client has sent its last byte.
+    Code that works long without ``await`` after a write delays the bytes. The event loop closes ``transport`` by itself
+    after the last byte of a client: the protocol calls ``flush`` before.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -29,7 +30,7 @@ class JoinedWrites:
         return getattr(self._transport, name)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Keeps a copy of ``data``. Raises TypeError where it is no bytes, as the transport does."""
+        """Keep a copy of ``data``. Raises TypeError for other types than bytes, as the transport does."""
         copy = bytes(memoryview(data))
         if not self._held:
             self._loop.call_soon(self.flush)
@@ -39,10 +40,18 @@ class JoinedWrites:
             self.flush()
 
     def flush(self) -> None:
-        """Writes now what waits."""
-        if self._held:
-            held, self._held, self._num_held = self._held, [], 0
+        """Write the waiting bytes now; nothing on a closed transport."""
+        held, self._held, self._num_held = self._held, [], 0
+        if held and not self._transport.is_closing():
             self._transport.write(b"".join(held))
+
+    def writelines(self, parts: Iterable[bytes | bytearray | memoryview]) -> None:
+        for part in parts:
+            self.write(part)
+
+    def write_eof(self) -> None:
+        self.flush()
+        self._transport.write_eof()
 
     def close(self) -> None:
         self.flush()

@@ -25,6 +25,9 @@ class RecordingTransport(asyncio.Transport):
         assert not self.closed
         self.writes.append(bytes(data))
 
+    def write_eof(self) -> None:
+        self.write(b"(end)")
+
     def close(self) -> None:
         self.closed = True
 
@@ -69,6 +72,28 @@ def test_what_was_written_is_sent_before_a_close() -> None:
         assert transport.writes == [b"last"] and transport.closed and writes.is_closing()
         await turns(2)
         assert transport.writes == [b"last"]
+
+    asyncio.run(go())
+
+
+def test_nothing_overtakes_what_was_written() -> None:
+    async def go() -> None:
+        transport, writes = joined()
+        writes.write(b"first ")
+        writes.writelines([b"second ", b"third"])
+        writes.write_eof()
+        assert transport.writes == [b"first second third", b"(end)"]
+
+    asyncio.run(go())
+
+
+def test_nothing_is_written_to_a_transport_that_was_closed() -> None:
+    async def go() -> None:
+        transport, writes = joined()
+        writes.write(b"late")
+        transport.close()
+        await turns(2)
+        assert transport.writes == []
 
     asyncio.run(go())
 
