@@ -17,13 +17,13 @@ def inner() -> None:
     """A frame that may not fit the current chunk."""
 
 
-def faults_of_calls() -> int:
-    """Page faults of ``CALLS`` calls: one or more for each new chunk."""
+def faults_of_calls(function: Callable[[], None] = inner) -> int:
+    """Page faults of ``CALLS`` calls of ``function``: one or more for each new chunk."""
     import resource
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(CALLS):
-        inner()
+        function()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
@@ -46,19 +46,10 @@ def test_no_call_maps_a_chunk_of_the_stack() -> None:
 
 @pytest.mark.skipif(sys.version_info < (3, 11) or os.name != "posix", reason="no chunks")
 def test_a_step_under_the_room_of_a_process_maps_nothing() -> None:
-    import resource
-
     step = with_stack_room(OF_A_STEP)(inner)
-
-    def faults_of_steps() -> int:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        for _ in range(CALLS):
-            step()
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-    if faults_of_steps() < CALLS:
+    if faults_of_calls(step) < CALLS:
         pytest.skip("this Python keeps its chunks")
-    assert with_stack_room(OF_A_PROCESS)(faults_of_steps)() < CALLS // 2
+    assert with_stack_room(OF_A_PROCESS)(faults_of_calls)(step) < CALLS // 2
 
 
 def test_a_function_keeps_its_name_arguments_result_and_exceptions() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,30 +47,28 @@ def test_a_process_that_dies_is_said(
     assert caplog.messages == ["the choice for this machine was not predicted: exit code 3"]
 
 
-def test_nothing_runs_for_an_artifact_without_candidates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    code(tmp_path, monkeypatch, "print('would choose')")
-    (tmp_path / CANDIDATES).unlink()
-    asyncio.run(choice.log_choice(tmp_path))
-    assert caplog.messages == []
+def without_candidates(directory: Path) -> None:
+    (directory / CANDIDATES).unlink()
 
 
-def test_nothing_runs_for_an_artifact_of_this_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    code(tmp_path, monkeypatch, "print('would choose')")
-    write_machine(tmp_path, this_machine())
-    asyncio.run(choice.log_choice(tmp_path))
-    assert caplog.messages == []
+def of_this_machine(directory: Path) -> None:
+    write_machine(directory, this_machine())
 
 
-def test_nothing_runs_where_a_sentence_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def with_kept_sentence(directory: Path) -> None:
+    keep_sentence(directory, "kept")
+
+
+@pytest.mark.parametrize("decided", [without_candidates, of_this_machine, with_kept_sentence])
+def test_nothing_runs_for_an_artifact(
+    decided: Callable[[Path], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     code(tmp_path, monkeypatch, "print('would choose')")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    keep_sentence(tmp_path, "kept")
+    decided(tmp_path)
     asyncio.run(choice.log_choice(tmp_path))
     assert caplog.messages == []
 
