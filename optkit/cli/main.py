@@ -24,6 +24,7 @@ from optkit.extras import explained
 from optkit.machine import logs
 from optkit.machine.parent import sigterm_exits
 from optkit.machine.stack_room import OF_A_PROCESS, with_stack_room
+from optkit.machine.torch_threads import wait_shortly
 
 COMMANDS = {
     "optimize": "optkit.cli.optimize:optimize",
@@ -94,6 +95,7 @@ def commands_of(arguments: Sequence[str]) -> Iterable[str]:
 def run(arguments: Sequence[str]) -> int:
     """Run a command line and return the exit code."""
     debug = "--debug" in arguments
+    wait_shortly()
     try:
         app = application(commands_of(arguments))
         with sigterm_exits():  # temporary files go, as after Ctrl-C

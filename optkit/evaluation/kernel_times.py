@@ -1,14 +1,13 @@
 """Predicted times of steps, from the times of layers measured on the machine at hand.
 
 The kernels of a layer don't run alone: an op also quantizes for the next op, results of one kernel are the warm input
-of the next, float layers allocate, and torch's threads go on spinning into a native kernel. So the measured unit is a
-layer as the executor runs it: a short model (head, some layers of a class, tail; ``optkit.evaluation.short_models``)
-against a shorter one without those layers. The prediction is the time of head and tail, and the time of a layer of each
-class times their number. A graph that can't be cut is measured whole.
+of the next, float layers allocate, and torch's threads wait in a busy loop beside a native kernel. So the measured
+unit is a layer as the executor runs it: a short model (head, some layers of a class, tail;
+``optkit.evaluation.short_models``) against a shorter one without those layers. The prediction is the time of head and
+tail, and the time of a layer of each class times their number. A graph that can't be cut is measured whole.
 
 In steps of few tokens the weights come from memory and not from the cache, where the whole model is larger than the
-cache. Times are kept in a file for each machine, instruction set, number of threads, version of torch, build of the
-native kernels and library of float layers: a class is measured once.
+cache. Times are kept in a file for each machine and its settings (``times_file``): a class is measured once.
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ from optkit.machine.caches import last_level_cache_bytes
 from optkit.machine.float_products import by_onednn
 from optkit.machine.paths import cache_dir, replace_text
 from optkit.machine.target import Target, cpu_isa, cpu_model, isa_limits
+from optkit.machine.torch_threads import wait_settings
 from optkit.recipe.schema import Recipe
 
 REPEATS = 5  # the shortest counts: a disturbance only adds time
@@ -233,7 +233,11 @@ def evict() -> None:
 
 
 def times_file() -> Path:
-    """The file of times of this machine: instruction sets, threads, torch, native kernels, library of float layers."""
+    """The file of times of this machine.
+
+    A file for each instruction set, number of threads, version of torch, native kernels, library of float layers, and
+    way of waiting of torch's threads.
+    """
     from optkit.kernels.cpu import native
 
     isa, built = (native.isa(), native.library_digest()) if native.available() else ("", "")
@@ -245,6 +249,7 @@ def times_file() -> Path:
         built,
         isa_limits(),
         by_onednn(cpu_isa()),
+        wait_settings(),
     ]
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     return cache_dir("layer-times") / f"{digest}.json"

@@ -12,6 +12,8 @@ import subprocess
 import sys
 from types import TracebackType
 
+from optkit.machine.torch_threads import with_short_waits
+
 DEFAULT_FACTORY = "optkit.runtime.factory:load_engine"
 
 
@@ -65,4 +67,7 @@ def launch(factory: str = DEFAULT_FACTORY, artifact: str = "") -> Launched:
     command += [f"{name}={value}" for name, value in arguments.items()]
     with theirs:
         fd = theirs.fileno()
-        return Launched(subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL, stdout=2), ours)
+        process = subprocess.Popen(
+            command, pass_fds=[fd], stdin=subprocess.DEVNULL, stdout=2, env=with_short_waits()
+        )
+        return Launched(process, ours)
