@@ -12,6 +12,7 @@ from optkit.api.guard import guarded
 from optkit.api.progress import ProgressCallback, lines_to, warn
 from optkit.errors import UserError
 from optkit.evaluation.limits import LEAST_FINAL_TOKENS
+from optkit.machine.torch_threads import wait_shortly
 
 if TYPE_CHECKING:
     from optkit.api.llm import LLM
@@ -123,6 +124,7 @@ def optimize(
         UserError: model, recipe or output can't be used; nothing is written.
         PassFailed: a pass broke the graph (a bug in the pass).
     """
+    wait_shortly()
     from optkit.pipeline import driver
 
     if quality_tokens is not None and quality_tokens < LEAST_FINAL_TOKENS:

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from optkit.machine.load import BUSY, cpu_in_use, load_average
+from optkit.machine.torch_threads import wait_settings
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "aiohttp", "uvicorn")
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def environment() -> dict[str, Any]:
@@ -34,7 +36,7 @@ def environment() -> dict[str, Any]:
         "memory_bytes": memory_bytes(),
         "load_average": load_average(),  # before the run starts servers
         "cpu_in_use": cpu_in_use(),
-        "threads_env": {k: v for k, v in os.environ.items() if k in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")},
+        "threads_env": {name: os.environ[name] for name in THREADS if name in os.environ} | wait_settings(),
         "isa_env": isa_limits(),  # limits below ``isa``
     }
 

@@ -2,8 +2,8 @@
 
 The first step is the capture of the model; the passes and measurements of the whole follow. A key is a hash of the
 parent's key and of all other facts with an effect on the outcome: equal keys mean equal results. The facts of the
-capture are the source model, the target, the instruction set of the native kernels, library versions and optkit's
-sources. The facts of a pass are name, options, bounds, calibration text, the code of a plug-in, and the recipe's
+capture are the source model, the target, the instruction set of the native kernels, how torch's threads wait, library
+versions and optkit's sources. The facts of a pass are name, options, bounds, calibration text, the code of a plug-in, and the recipe's
 objective, workload, runtime, bounds and evaluation text. The last five are facts of a measurement of the whole, too.
 """
 
@@ -25,6 +25,7 @@ from optkit.calibration.samples import Calibration
 from optkit.checkpoint.locate import ModelSource
 from optkit.evaluation.text import text_digest
 from optkit.machine.target import Target
+from optkit.machine.torch_threads import wait_settings
 from optkit.passes.resolve import ResolvedPass
 from optkit.pipeline.records import PassRecord
 from optkit.pipeline.sources import compiler_digest, ops_digests, plugin_digest
@@ -54,7 +55,8 @@ def capture_step(source: ModelSource, target: Target, served: int | None = None)
     """
     facts = {"source": source.digest, "target": asdict(target), "kernels": measured_on.kernels_here()}
     length = {} if served is None else {"served": served}
-    return Step(digest_of({**facts, **length, "versions": environment(), "compiler": compiler_digest()}))
+    machine = {"versions": environment(), "compiler": compiler_digest(), "waits": wait_settings()}
+    return Step(digest_of({**facts, **length, **machine}))
 
 
 def pass_step(

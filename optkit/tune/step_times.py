@@ -28,6 +28,7 @@ import numpy as np
 
 from optkit.errors import UserError
 from optkit.machine.parent import end_with_parent
+from optkit.machine.torch_threads import wait_shortly
 from optkit.simulation.step_costs import MeasuredStep, StepShape, step_shape
 
 if TYPE_CHECKING:
@@ -192,6 +193,7 @@ def main(arguments: Sequence[str]) -> None:
     """
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no answer
+    wait_shortly()
     import torch
 
     from optkit.machine.target import usable_cores

@@ -1,7 +1,7 @@
 """Launching the engine process: Python imports the libraries, then waits for a ``Load`` message.
 
 Imports take a second or two, and so do the server's own imports and the artifact's hashes. The engine process is
-launched first, so both run in parallel. Therefore only the standard library is imported here.
+launched first, so both run in parallel. Therefore only modules without other packages are imported here.
 """
 
 from __future__ import annotations
