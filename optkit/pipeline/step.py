@@ -3,8 +3,9 @@
 The first step is the capture of the model; the passes and measurements of the whole follow. A key is a hash of the
 parent's key and of all other facts with an effect on the outcome: equal keys mean equal results. The facts of the
 capture are the source model, the target, the instruction set of the native kernels, how torch's threads wait, library
-versions and optkit's sources. The facts of a pass are name, options, bounds, calibration text, the code of a plug-in, and the recipe's
-objective, workload, runtime, bounds and evaluation text. The last five are facts of a measurement of the whole, too.
+versions and optkit's sources. The facts of a pass are name, options, bounds, calibration text, the code of a plug-in,
+and the recipe's objective, workload, runtime, bounds and evaluation text. The last five are facts of a measurement of
+the whole, too.
 """
 
 from __future__ import annotations

@@ -13,12 +13,16 @@ import psutil
 import pytest
 
 from optkit.evaluation.kernel_times import times_file
-from optkit.machine.torch_threads import SHORT, SPINS, X86, wait_settings, with_short_waits
+from optkit.machine.torch_threads import SHORT, SPINS, X86, wait_settings, wait_shortly, with_short_waits
 from optkit.runtime.process.launch import launch
 from tests.support.engine_process import FACTORY, PATIENCE
 
 COMMAND = "from optkit.cli.main import run; run(['--version']); "
-OPTIMIZE = "import optkit, contextlib\nwith contextlib.suppress(Exception): optkit.optimize('no-model', 'baseline')\n"
+OPTIMIZE = """
+import contextlib, optkit
+with contextlib.suppress(optkit.UserError):  # after the imports
+    optkit.optimize('no-model', 'baseline', quality_tokens=1)
+"""
 TORCH = "import torch"
 
 x86_only = pytest.mark.skipif(platform.machine() not in X86, reason="the default is short")
@@ -61,8 +65,6 @@ def test_a_process_with_torch_keeps_its_settings_and_its_times(monkeypatch: pyte
     assert "torch" in sys.modules
     for name in wait_settings():
         monkeypatch.delenv(name)
-    from optkit.machine.torch_threads import wait_shortly
-
     wait_shortly()
     assert not wait_settings()
     before = times_file()
