@@ -63,7 +63,7 @@ def test_keys_differ_from_the_first_step_that_an_option_decides(override: str, f
     assert first_difference(keys(override)) == first
 
 
-def test_all_keys_differ_for_another_source_or_code_or_version_or_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_keys_differ_for_another_source_code_version_or_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     def changes() -> Iterator[list[str]]:
         yield keys(source=replace(SOURCE, digest="1" * 64))
         for name, value in (("compiler_digest", lambda: "edited"), ("environment", lambda: {"torch": "9"})):
