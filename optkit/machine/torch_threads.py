@@ -25,13 +25,12 @@ def wait_settings(environment: Mapping[str, str] = os.environ) -> dict[str, str]
     return {name: environment[name] for name in (SPINS, POLICY) if environment.get(name)}
 
 
-def with_short_waits(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """``environment`` with short waits, for the start of a process; settings of the user stay."""
-    is_set = bool(wait_settings(environment)) or platform.machine() not in X86
-    return {**environment} if is_set else {**environment, SPINS: SHORT}
+def short_waits(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The settings that ``environment`` lacks for short waits: none where the user has settings."""
+    return {} if wait_settings(environment) or platform.machine() not in X86 else {SPINS: SHORT}
 
 
 def wait_shortly() -> None:
     """Set short waits for the current process and its children; nothing happens after an import of torch."""
     if "torch" not in sys.modules:
-        os.environ.update(with_short_waits())
+        os.environ.update(short_waits())

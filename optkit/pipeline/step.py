@@ -54,10 +54,9 @@ def capture_step(source: ModelSource, target: Target, served: int | None = None)
     Args:
         served: the served length, of a model whose graph depends on the length; else None.
     """
-    facts = {"source": source.digest, "target": asdict(target), "kernels": measured_on.kernels_here()}
-    length = {} if served is None else {"served": served}
-    machine = {"versions": environment(), "compiler": compiler_digest(), "waits": wait_settings()}
-    return Step(digest_of({**facts, **length, **machine}))
+    machine = {"target": asdict(target), "kernels": measured_on.kernels_here(), "waits": wait_settings()}
+    facts = {"source": source.digest, **machine, "versions": environment(), "compiler": compiler_digest()}
+    return Step(digest_of(facts if served is None else {**facts, "served": served}))
 
 
 def pass_step(

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from optkit.evaluation.kernel_times import times_file
-from optkit.machine.torch_threads import SHORT, SPINS, X86, wait_settings, wait_shortly, with_short_waits
+from optkit.machine.torch_threads import SHORT, SPINS, X86, short_waits, wait_settings, wait_shortly
 from optkit.runtime.process.launch import launch
 from tests.support.engine_process import FACTORY, PATIENCE
 
@@ -75,7 +75,7 @@ def test_a_process_with_torch_keeps_its_settings_and_its_times(monkeypatch: pyte
 def test_an_engine_process_waits_shortly(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in wait_settings():
         monkeypatch.delenv(name)
-    wanted = with_short_waits({})
+    wanted = short_waits({})
     with launch(FACTORY) as launched:
         process, end = psutil.Process(launched.process.pid), time.monotonic() + PATIENCE
         while not (found := process.environ()) and time.monotonic() < end:  # before the kernel has filled it

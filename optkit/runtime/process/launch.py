@@ -12,7 +12,7 @@ import subprocess
 import sys
 from types import TracebackType
 
-from optkit.machine.torch_threads import with_short_waits
+from optkit.machine.torch_threads import short_waits
 
 DEFAULT_FACTORY = "optkit.runtime.factory:load_engine"
 
@@ -67,7 +67,8 @@ def launch(factory: str = DEFAULT_FACTORY, artifact: str = "") -> Launched:
     command += [f"{name}={value}" for name, value in arguments.items()]
     with theirs:
         fd = theirs.fileno()
+        environment = os.environ | short_waits()
         process = subprocess.Popen(
-            command, pass_fds=[fd], stdin=subprocess.DEVNULL, stdout=2, env=with_short_waits()
+            command, pass_fds=[fd], stdin=subprocess.DEVNULL, stdout=2, env=environment
         )
         return Launched(process, ours)
